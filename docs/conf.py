@@ -45,6 +45,7 @@ docs/tutorials/answer-when-sure
 :caption: Start
 
 docs/measure
+docs/use-with
 docs/data
 docs/method
 ```
@@ -55,6 +56,7 @@ docs/method
 
 docs/recipes
 docs/page
+docs/rewards
 docs/serve
 docs/publishing
 docs/scale

@@ -54,7 +54,7 @@ OPTIMA = {
     ),
 }
 # The rows of the README's table.
-FINDINGS = ("dpo", "dpo+catto", "dpo+tl", "dpo+outcome-score-log", "outcome+dpo+outcome-score-log")
+FINDINGS = ("sft", "dpo", "dpo+catto", "dpo+tl", "dpo+outcome-score-log", "outcome+dpo+outcome-score-log")
 
 
 def tabulate_objectives(numbers: Numbers) -> Iterator[str]:
@@ -153,16 +153,16 @@ def tabulate_findings(numbers: Numbers) -> Iterator[str]:
     for method in FINDINGS:
         group = known[method]
         # Scaling does not change the model, so a scaled row has the preferences of its model.
-        preference = known[unscale_variant(method)].metrics["preference_accuracy"].mean
+        preference = known[unscale_variant(method)].number("preference_accuracy")
         row = [
             short_title(method),
             f"{100 * group.metrics['accuracy'].mean:.1f}",
             f"{100 * group.metrics['ece'].mean:.1f} ({format_chance(group)})",
             f"{100 * group.others['true_error'].mean:.1f}",
-            f"{100 * preference:.1f}",
+            "-" if preference is None else f"{100 * preference.mean:.1f}",
         ]
         rows.append(row)
-    yield from make_table(["method", "accuracy", "ECE (by chance)", "true error", "pairs ordered"], rows)
+    yield from make_table(["method", "accuracy", "ECE (by chance)", "true error", "preference accuracy"], rows)
     dpo = known["dpo"]
-    yield "*A small world where the true probabilities are known:"
+    yield "*A synthetic task whose true probabilities are known:"
     yield f"{dpo.n:,} test questions per seed, means over {list_seeds(dpo.seeds)}.*"

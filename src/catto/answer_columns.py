@@ -192,15 +192,19 @@ class GradedAnswers(Confidences):
         slices = {}
         for value in values:
             rows = rows_of[value]
-            slices[value] = replace(
-                self,
-                confidence=self.confidence[rows],
-                correct=self.correct[rows],
-                question=_pick_rows(self.question, rows),
-                read_as=_pick_rows(self.read_as, rows),
-                by=_pick_rows(self.by, rows),
-            )
+            slices[value] = self.pick_rows(rows)
         return slices
+
+    def pick_rows(self, rows: Sequence[int]) -> Self:
+        """Return the answers of these rows, which are counted from 0."""
+        return replace(
+            self,
+            confidence=self.confidence[rows],
+            correct=self.correct[rows],
+            question=_pick_rows(self.question, rows),
+            read_as=_pick_rows(self.read_as, rows),
+            by=_pick_rows(self.by, rows),
+        )
 
     def count_unparsed_as_wrong(self) -> Self:
         """Return the answers with every forced one counted as wrong."""

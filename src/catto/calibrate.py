@@ -36,8 +36,8 @@ from catto.metrics.calibrators import (
     Temperature,
     VectorScaling,
     label_table,
-    load_calibrator,
     pad_label_logprobs,
+    read_calibrator,
 )
 from catto.metrics.risk import estimate_rows_needed, threshold_for_risk
 from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
@@ -93,7 +93,7 @@ class Fitted:
         if self.on == "confidence":
             new = self.of_confidences([prediction.confidence for prediction in predictions]).tolist()
         else:
-            new = [self._of_label(row.label_logprobs, row.label, row.name) for row in predictions]
+            new = [self.find_label_confidence(row.label_logprobs, row.label, row.name) for row in predictions]
         calibrated = []
         for prediction, confidence in zip(predictions, new, strict=True):
             if prediction.label is None:
@@ -107,7 +107,7 @@ class Fitted:
             raise ValueError("vector scaling reads label log-probabilities, not confidences")
         return self.calibrator.apply(confidence)
 
-    def _of_label(self, logprobs: Mapping[str, float] | None, label: str | None, name: str = "") -> float:
+    def find_label_confidence(self, logprobs: Mapping[str, float] | None, label: str | None, name: str = "") -> float:
         """Return the calibrated probability of one of the labels; 0 where there is no answer."""
         if label is None:
             return 0.0
@@ -126,7 +126,9 @@ class Fitted:
             return self.of_confidences(answers.confidence)
         with data_errors_at(answers.source):
             rows = read_labels(answers.source, names)
-            return np.array([self._of_label(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64)
+            return np.array(
+                [self.find_label_confidence(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64
+            )
 
     def count_fit_questions(self, questions: Iterable[str]) -> int | None:
         """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
@@ -136,53 +138,89 @@ class Fitted:
 def fit_file(
     path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
 ) -> tuple[Fitted, GradedAnswers]:
-    """Fit on the answers of a file and write the calibrator with its manifest; return both."""
-    if _final_notes(path).get("calibrator"):
+    """Fit on the answers of a file and write the calibrator with its manifest; return it and the answers."""
+    answers = read_uncalibrated(path, names, unparsed)
+    fitted = fit_answers(answers, kind, on, names)
+    write_fitted(out, fitted, fitted_on=path.name)
+    return fitted, answers
+
+
+def read_uncalibrated(path: Path, names: ColumnNames, unparsed: Unparsed) -> GradedAnswers:
+    """Read the answers of a file; DataError if their confidences were calibrated before."""
+    if final_notes(path).get("calibrator"):
         raise DataError(path, None, "its confidences are calibrated already: choose answers without a calibrator")
     answers = read_graded(path, names, unparsed)
     _, first = next(iter(read_answers(path, names)))  # `apply_file` marks every row
-    if not _final_notes(path) and first.get(f"{names.confidence}_raw") is not None:
+    if not final_notes(path) and first.get(f"{names.confidence}_raw") is not None:
         raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
+    return answers
+
+
+def fit_answers(
+    answers: GradedAnswers, kind: Kind, on: On, names: ColumnNames, rows: Sequence[int] | None = None
+) -> Fitted:
+    """Fit a calibrator to the answers of a file.
+
+    Args:
+        answers: All answers of the file.
+        kind: The kind of calibrator.
+        on: What it reads; label log-probabilities are read from the file.
+        names: Names of the columns.
+        rows: The rows to fit on, counted from 0; None means all.
+    """
+    path = answers.source
+    if rows is not None:
+        answers = answers.pick_rows(rows)
     with data_errors_at(path):
         if on == "confidence":
             if kind == "vector":
                 raise ValueError("vector scaling reads label log-probabilities, not confidences")
             calibrator: Calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
         else:
-            calibrator = _fit_on_labels(path, kind, names)
+            calibrator = _fit_on_labels(path, kind, names, rows)
     if answers.correct.all() or not answers.correct.any():
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
-    notes = {"on": on, "fitted_on": path.name, "questions": known, "protocol": _final_notes(path).get("protocol")}
+    protocol = final_notes(path).get("protocol")
+    with data_errors_at(manifest_path(path), field="notes: "):
+        return Fitted(calibrator, on, known, protocol, len(answers))
+
+
+def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
+    """Write a calibrator with its manifest, which names the file it was fitted on."""
+    protocol = None if fitted.protocol is None else fitted.protocol.model_dump()
+    notes = {"on": fitted.on, "fitted_on": fitted_on, "questions": fitted.questions, "protocol": protocol}
     manifest_path(out).unlink(missing_ok=True)  # of the calibrator that is replaced
-    record_files.write_record(out, calibrator)
-    counts = {"rows": len(answers)}
+    record_files.write_record(out, fitted.calibrator)
+    counts = {"rows": fitted.rows or 0}
     record_files.write_manifest(
         out, Manifest(kind="calibrator", counts=counts, versions=library_versions(), notes=notes)
     )
-    return open_fitted(out), answers
 
 
-def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames) -> Calibrator:
-    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of a file."""
-    rows = []
+def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames, rows: Sequence[int] | None) -> Calibrator:
+    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of the rows of a file."""
+    wanted = None if rows is None else set(rows)
+    scores = []
     golds = []
-    for logprobs, _, gold in read_labels(path, names):
+    for row, (logprobs, _, gold) in enumerate(read_labels(path, names)):
+        if wanted is not None and row not in wanted:
+            continue
         if gold is None:
             raise ValueError("gold: missing")
-        rows.append(logprobs)
+        scores.append(logprobs)
         golds.append(gold)
     if kind == "vector":
-        labels, table = label_table(rows)
+        labels, table = label_table(scores)
         places = [labels.index(gold) for gold in golds]
         return VectorScaling.fit_labels(table, places, labels)
-    return Temperature.fit_labels(*pad_label_logprobs(rows, golds))
+    return Temperature.fit_labels(*pad_label_logprobs(scores, golds))
 
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
     """Read a calibrator with its manifest; without a manifest, `on` must say what the calibrator reads."""
-    calibrator = load_calibrator(path)
+    calibrator = read_calibrator(path)
     place = manifest_path(path)
     if not place.exists():
         if on is None:
@@ -203,7 +241,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     answers = read_confidences(path, names)
     calibrated = fitted.confidences(answers, names)
     raw = f"{names.confidence}_raw"
-    final = _final_notes(path)
+    final = final_notes(path)
     foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
     untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
     with atomic.replace_file(out) as file:
@@ -286,7 +324,7 @@ def write_final(
     return answers
 
 
-def _final_notes(path: Path) -> dict[str, Any]:
+def final_notes(path: Path) -> dict[str, Any]:
     """The notes of a file of final answers; none where it is another file."""
     manifest = read_manifest(path) if manifest_path(path).exists() else None
     return manifest.notes if manifest is not None and manifest.kind == FINAL else {}
@@ -322,7 +360,7 @@ class RiskThreshold(Record):
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
     """Find the threshold for final answers and write it; DataError where none can promise the risk."""
     with text_files.open_input(path):  # refuses a folder, and what is missing
-        notes = _final_notes(path)
+        notes = final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
     shared = notes.get("fitted_on")
@@ -331,7 +369,22 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
     stop = notes.get("own_stop")
     if stop is not None:
         raise DataError(path, None, f"--stop {stop} was chosen on these questions: use others, and give it there")
-    answers = read_graded(path)
+    made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
+    threshold = find_threshold(read_graded(path), risk, delta, made_with)
+    record_files.write_record(out, threshold)
+    return threshold
+
+
+def find_threshold(answers: GradedAnswers, risk: float, delta: float, made_with: Mapping[str, Any]) -> RiskThreshold:
+    """Find the threshold for answers with calibrated confidences; DataError where none can promise the risk.
+
+    Args:
+        answers: One answer per question.
+        risk: Largest share of wrong answers.
+        delta: Probability with which the promise may fail.
+        made_with: `protocol` of the answers, digest of the `calibrator`, and `models`.
+    """
+    path = answers.source
     fitted = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
     if fitted.threshold is None:
         promise = f"an error rate of at most {100 * risk:g} % with {100 * (1 - delta):g} % confidence"
@@ -345,8 +398,5 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
             None,
             f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong; {advice}",
         )
-    made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     with data_errors_at(manifest_path(path), field="notes: "):
-        threshold = RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})
-    record_files.write_record(out, threshold)
-    return threshold
+        return RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from catto.records import Message, Option, Question, content_hash
+from catto.records import GRADES, Message, Option, Question, content_hash
 
 
 class Wording(NamedTuple):
@@ -64,13 +64,23 @@ WORDING: dict[str, Wording] = {
     "witnesses": Wording("", "Which of {n}?", brief=True),
 }
 
+# Questions without options, by grade, or by task where that is not enough.
+OPEN = Wording("You answer questions with care.", "Give a short answer: a name, a word or a phrase.")
+OPEN_NUMBER = Wording("You answer questions with care.", "The answer is a number.")
+OPEN_WORDING: dict[str, Wording] = {
+    # For a small model trained from scratch, as above.
+    "readings": Wording("", "What is the sum?", brief=True),
+}
+JUDGEMENT_LABELS = ("True", "False")
 
-def render_messages(question: Question, *, reasoning: bool = True) -> tuple[Message, ...]:
+
+def render_messages(question: Question, *, reasoning: bool = True, confidence: bool = False) -> tuple[Message, ...]:
     """Render a question as a system and a user message.
 
     Args:
         question: The question.
         reasoning: Whether to ask for reasoning before the answer; otherwise for the answer block alone.
+        confidence: Whether to ask for a stated confidence after the answer.
 
     Returns:
         The system and the user message.
@@ -83,24 +93,73 @@ def render_messages(question: Question, *, reasoning: bool = True) -> tuple[Mess
     <BLANKLINE>
     Labels: yes, no
     """
-    system = _render_system(question, reasoning=reasoning)
-    user = _render_fields(question.fields) + "\n\n" + _render_options(question)
+    system = _render_system(question, reasoning=reasoning, confidence=confidence)
+    user = _render_fields(question.fields)
+    if question.has_labels:
+        user += "\n\n" + _render_options(question)
     return Message(role="system", content=system), Message(role="user", content=user)
 
 
-def _render_system(question: Question, *, reasoning: bool) -> str:
-    wording = WORDING.get(question.task, DEFAULT)
+def render_judgement(question: Question, answer: str, *, reasoning: bool = True) -> tuple[Message, ...]:
+    r"""Render the conversation whose next turn judges an answer: its label `True` is P(True).
+
+    The question is asked as in `render_messages`, the assistant gives the answer without its reasoning, and a second
+    user message asks whether it is right. The response is `render_completion(None, "True")` or with `"False"`.
+
+    Args:
+        question: The question.
+        answer: The proposed answer: a label, or the text of an answer without labels.
+        reasoning: Whether the question's own prompt asks for reasoning.
+
+    Returns:
+        A system, a user, an assistant and a user message.
+
+    >>> fields = {"question": "2 + 2?"}
+    >>> question = Question(id="1", task="sums", split="test", fields=fields, gold="4", accepted=("4",), grade="number")
+    >>> [message.role for message in render_judgement(question, "5")]
+    ['system', 'user', 'assistant', 'user']
+    """
+    asked = render_messages(question, reasoning=reasoning)
+    proposed = Message(role="assistant", content=render_completion(None, answer))
+    either = " or ".join(JUDGEMENT_LABELS)
+    if find_wording(question).brief:
+        request = f"Is this right? {either}?"
+    else:
+        form = render_completion(None, either)
+        request = f"Is the proposed answer right? Reply in exactly this form, every tag on a line of its own:\n{form}"
+    return (*asked, proposed, Message(role="user", content=request))
+
+
+def find_wording(question: Question) -> Wording:
+    """Return the wording of a question's task, else the default one for its kind of answer."""
+    if question.has_labels:
+        return WORDING.get(question.task, DEFAULT)
+    by_grade = OPEN_NUMBER if question.grade == "number" else OPEN
+    return OPEN_WORDING.get(question.task, by_grade)
+
+
+def _render_system(question: Question, *, reasoning: bool, confidence: bool) -> str:
+    wording = find_wording(question)
     labels = question.labels
     task = wording.task.format(n=len(labels))
     if wording.brief:
-        return f"{task} Think, then answer." if reasoning else f"{task} Answer."
-    any_label = f"{', '.join(labels[:-1])} or {labels[-1]}"
-    if reasoning:
+        request = "Think, then answer." if reasoning else "Answer."
+        if confidence:
+            request += " State your confidence."
+        return f"{task} {request}"
+    if labels:
+        placeholder = f"{', '.join(labels[:-1])} or {labels[-1]}"
         weigh = "Weigh each choice in turn before you decide."
-        form = render_completion("your reasoning", any_label)
     else:
+        placeholder = "your answer"
+        weigh = "Reason step by step before you decide."
+    form = render_completion("your reasoning", placeholder)
+    if not reasoning:
         weigh = "Give the answer alone, without reasoning."
-        form = render_completion(None, any_label)
+        form = render_completion(None, placeholder)
+    if confidence:
+        weigh += " After the answer, state the probability that it is right."
+        form += "\n<confidence>a number from 0 to 1</confidence>"
     return f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
 
 
@@ -238,6 +297,35 @@ def fingerprint() -> str:
                 rendered.append(prompt_text(chat, _Template(has_system_role=True)))
     rendered.append(prompt_text(chat, _Template(has_system_role=False)))
     return content_hash(rendered)
+
+
+def open_fingerprint() -> str:
+    """Hash what this module renders for questions without options, and for judgements of answers.
+
+    It is apart from `fingerprint`, which is in the keys of stages that ask questions with labels.
+    """
+    rendered: list[object] = []
+    for task in (*OPEN_WORDING, "none of these"):
+        for grade in GRADES:
+            question = Question(
+                id="probe", task=task, split="test", fields={"question": "q"}, gold="1", accepted=("1",), grade=grade
+            )
+            rendered.append(_list_open_prompts(question))
+    for task in WORDING:
+        rendered.append(_list_open_prompts(_probe_questions(task)[0]))
+    return content_hash(rendered)
+
+
+def _list_open_prompts(question: Question) -> list[str]:
+    """Render a question with every combination of reasoning and stated confidence, and the judgement of an answer."""
+    template = _Template(has_system_role=True)
+    texts = []
+    for reasoning in (True, False):
+        for confidence in (True, False):
+            chat = render_messages(question, reasoning=reasoning, confidence=confidence)
+            texts.append(prompt_text(chat, template))
+        texts.append(prompt_text(render_judgement(question, "1", reasoning=reasoning), template))
+    return texts
 
 
 def _probe_questions(task: str) -> list[Question]:

@@ -19,6 +19,9 @@ SCHEMA_VERSION = 1
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts as it is, or as wrong
+Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is compared with the accepted ones
+
+GRADES: tuple[Grade, ...] = ("exact", "number", "any-of")
 
 # float32 may round the logarithm of a probability of 1 up to this.
 LOGPROB_NOISE = 1e-6
@@ -61,7 +64,16 @@ class Option(Record):
 
 
 class Question(Record):
-    """A multiple-choice question. `fields` are its text parts by name (`question`, or `premise` and `hypothesis`).
+    """A question: multiple choice, or without options and answered by a short text or a number.
+
+    Attributes:
+        fields: Its text parts by name (`question`, or `premise` and `hypothesis`).
+        options: The choices; none if the answer is a short text or a number.
+        gold: The label of the right option, or the first accepted answer.
+        posterior: Label -> exact probability, where the world is known.
+        accepted: The accepted answers of a question without options.
+        grade: How an answer is compared with them.
+        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
 
     >>> options = (Option(label="A", text="red"), Option(label="B", text="blue"))
     >>> Question(id="1", task="t", split="test", fields={"question": "Which?"}, options=options, gold="B").labels
@@ -72,22 +84,44 @@ class Question(Record):
     task: str
     split: Split
     fields: dict[str, str]
-    options: tuple[Option, ...] = Field(min_length=2)
+    options: tuple[Option, ...] = ()
     gold: str
-    posterior: dict[str, float] | None = None  # label -> exact probability, where the world is known
+    posterior: dict[str, float] | None = None
+    # Not stored if None, as in every file that was written before there were questions without options.
+    accepted: tuple[str, ...] | None = Field(default=None, min_length=1, exclude_if=lambda accepted: accepted is None)
+    grade: Grade | None = Field(default=None, exclude_if=lambda grade: grade is None)
+    tolerance: float = Field(default=0.0, ge=0, exclude_if=lambda tolerance: tolerance == 0)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The labels in the order of the options."""
         return tuple(option.label for option in self.options)
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether the question is answered by the label of an option."""
+        return len(self.options) > 0
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.accepted is not None:
+            return self._check_accepted(self.accepted)
         labels = self.labels
+        if len(labels) < 2:
+            raise ValueError(f"{len(labels)} options, expected at least 2, or accepted answers")
         if len(set(labels)) != len(labels):
             raise ValueError(f"labels {', '.join(labels)} repeat")
         if self.gold not in labels:
             raise ValueError(f"gold {self.gold!r} is not one of {', '.join(labels)}")
+        return self
+
+    def _check_accepted(self, accepted: tuple[str, ...]) -> Self:
+        if self.options:
+            raise ValueError("accepted answers and options: expected one of them")
+        if self.grade is None:
+            raise ValueError("accepted answers without a grade")
+        if self.gold != accepted[0]:
+            raise ValueError(f"gold {self.gold!r} is not the first accepted answer {accepted[0]!r}")
         return self
 
 

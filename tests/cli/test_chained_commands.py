@@ -19,7 +19,7 @@ from tiny import tiny_model, tiny_tokenizer
 from catto import measure as summary
 from catto.cli import main
 from catto.io.record_files import read_records
-from catto.metrics.calibrators import CALIBRATORS, load_calibrator
+from catto.metrics.calibrators import CALIBRATORS, read_calibrator
 from catto.prompts import render_messages
 from catto.records import Prediction
 from catto.tasks import load_questions
@@ -90,7 +90,7 @@ def test_eval_fit_apply_measure(evaluated: Path, tmp_path: Path, method: str) ->
     succeeded("calibrate", "fit", predictions(evaluated, "validation"), "--method", method, "--out", fitted)
     succeeded("calibrate", "apply", fitted, predictions(evaluated, "test"), "--out", calibrated)
     before, after = lines(predictions(evaluated, "test")), lines(calibrated)
-    expected = load_calibrator(fitted).apply([row["confidence"] for row in before])
+    expected = read_calibrator(fitted).apply([row["confidence"] for row in before])
     assert [row["confidence"] for row in after] == expected.tolist()
     assert [row["confidence_raw"] for row in after] == [row["confidence"] for row in before]
     assert len(list(read_records(calibrated, Prediction))) == COUNT

@@ -17,7 +17,7 @@ from catto.answer_columns import read_confidences, read_graded
 from catto.calibrate import Fitted, read_labels
 from catto.formats.columns import ColumnNames
 from catto.io.record_files import manifest_path, write_record
-from catto.metrics.calibrators import CALIBRATORS, Temperature, VectorScaling, load_calibrator
+from catto.metrics.calibrators import CALIBRATORS, Temperature, VectorScaling, read_calibrator
 from catto.metrics.errors import brier, ece, nll
 
 Capture = pytest.CaptureFixture[str]
@@ -53,7 +53,7 @@ def test_fit_and_apply_are_the_library(tmp_path: Path, capsys: Capture, method: 
     done = run(capsys, "calibrate", "fit", fit_on, "--method", method, "--out", tmp_path / "c.json")
     assert (done.code, done.err) == (0, "")
     expected = CALIBRATORS[method].fit(CONFIDENCE, CORRECT)
-    assert load_calibrator(tmp_path / "c.json") == expected
+    assert read_calibrator(tmp_path / "c.json") == expected
     done = run(capsys, "calibrate", "apply", tmp_path / "c.json", other, "--out", tmp_path / "new.jsonl")
     assert (done.code, done.err) == (0, "")
     written = read(tmp_path / "new.jsonl")
@@ -96,7 +96,7 @@ def test_labels_of_unequal_number_fit_the_same_tau(tmp_path: Path, capsys: Captu
     data = labelled()
     path = write_lines(tmp_path / "a.jsonl", data)
     run(capsys, "calibrate", "fit", path, "--on", "labels", "--out", tmp_path / "c.json")
-    found = load_calibrator(tmp_path / "c.json")
+    found = read_calibrator(tmp_path / "c.json")
     assert isinstance(found, Temperature)
 
     def loss(tau: float) -> float:
@@ -119,7 +119,7 @@ def test_vector_scaling_is_fitted_on_the_labels_and_applied(tmp_path: Path, caps
     path = write_lines(tmp_path / "a.jsonl", data)
     done = run(capsys, "calibrate", "fit", path, "--method", "vector", "--out", tmp_path / "c.json")
     assert done.code == 0
-    found = load_calibrator(tmp_path / "c.json")
+    found = read_calibrator(tmp_path / "c.json")
     assert isinstance(found, VectorScaling)
     assert all(f"{label}: weight" in done.out for label in found.labels)
     run(capsys, "calibrate", "apply", tmp_path / "c.json", path, "--out", tmp_path / "n.jsonl")
@@ -260,7 +260,7 @@ def test_named_columns_are_those_of_the_labels_too(tmp_path: Path, capsys: Captu
         path = write_lines(tmp_path / f"{name}.jsonl", given[name])
         done = run(capsys, "calibrate", "fit", path, "--on", "labels", *options, "--out", tmp_path / "t.json")
         assert done.code == 0
-        taus[name] = load_calibrator(tmp_path / "t.json")
+        taus[name] = read_calibrator(tmp_path / "t.json")
     assert taus["own"] == taus["named"]
     names = ColumnNames(gold="truth", prediction="said")
     found = [(answer, gold) for _, answer, gold in read_labels(tmp_path / "named.jsonl", names)]

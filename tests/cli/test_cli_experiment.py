@@ -279,7 +279,7 @@ def test_the_methods_are_named_where_one_is_asked_for(capsys: Capture) -> None:
     ("words", "offered"),
     [
         ("catto me", {"measure"}),
-        ("catto run q", {"quickstart"}),
+        ("catto run q", {"quickstart", "qwen-1.5b"}),
         ("catto recipe show s", {"smollm2"}),
         ("catto train quickstart --method dpo+c", {"dpo+catto"}),
         ("catto data com", {"commonsense_qa"}),

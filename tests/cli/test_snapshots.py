@@ -48,6 +48,7 @@ TYPED: dict[str, list[str]] = {
         "calibrate apply missing.json answers.jsonl --out calibrated.jsonl",
         "calibrate threshold answers.jsonl --target-risk 0.1 --out threshold.json",
     ],
+    "lm-eval": ["lm-eval --help", "lm-eval"],
     "select": ["select --help", "select answers.jsonl", "select missing.jsonl"],
     "eval": [
         "eval --help",

@@ -57,8 +57,8 @@ def greedy(prompt: list[int], most: int) -> tuple[list[int], list[torch.Tensor]]
     ids: list[int] = []
     rows: list[torch.Tensor] = []
     while len(ids) < most:
-        with evaluation_mode(model()):
-            logits = last_logits(model(), [[*prompt, *ids]])[0].double()
+        with evaluation_mode(model()) as hook:
+            logits = last_logits(model(), hook, [[*prompt, *ids]])[0].double()
         token = int(logits.argmax())
         if token == tokenizer().eos_token_id:
             break

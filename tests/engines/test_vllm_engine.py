@@ -19,7 +19,7 @@ from evaluation_world import questions, tokenizer
 from tiny import tiny_model, tiny_tokenizer
 
 from catto.engines import TAU_GRID, Request
-from catto.engines.decoding import evaluation_mode, last_logits
+from catto.engines.decoding import HeadHook, evaluation_mode, last_logits
 from catto.engines.transformers import TransformersEngine
 from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, read_generation, read_row, sampling_parameters
 from catto.metrics.temperature import fit_tau, rescale_predictions
@@ -161,16 +161,19 @@ class Model:
         each = params if isinstance(params, list) else [params] * len(prompts)
         if each and each[0].get("logprobs") == -1:
             self.most = max(self.most, len(prompts))
-        with evaluation_mode(self.network):
-            return iter([self._reply(one["prompt_token_ids"], wish) for one, wish in zip(prompts, each, strict=True)])
+        with evaluation_mode(self.network) as hook:
+            replies = []
+            for prompt, wish in zip(prompts, each, strict=True):
+                replies.append(self._reply(hook, prompt["prompt_token_ids"], wish))
+        return iter(replies)
 
-    def _reply(self, prompt: list[int], wish: dict[str, Any]) -> Any:
+    def _reply(self, hook: HeadHook, prompt: list[int], wish: dict[str, Any]) -> Any:
         assert len(prompt) < self.network.config.max_position_embeddings
         assert wish["temperature"] == 0
         ids: list[int] = []
         logprobs: list[float] = []
         for _ in range(wish["max_tokens"]):
-            row = last_logits(self.network, [[*prompt, *ids]])[0]
+            row = last_logits(self.network, hook, [[*prompt, *ids]])[0]
             if wish["logprobs"] == -1:
                 return scored(row)
             ids.append(int(row.argmax()))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from command import run, write_lines
 
-from catto.answer_columns import read_graded
+from catto.answer_columns import ParseCounts, read_graded
 from catto.errors import DataError
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames
@@ -211,6 +211,47 @@ def test_a_sampled_answer_is_looked_up_where_the_log_holds_the_likeliest_token(t
     tokens[2] = token(" A", 0.7, _A=0.7)
     with pytest.raises(DataError, match="row 1: logprobs: the tokens say 'A', the answer is 'B'"):
         read(write_lines(tmp_path / "log.jsonl", [row]))
+
+
+def vocabulary_token(text: str, p: float, **tops: float) -> dict[str, Any]:
+    """A token as inspect_ai's Transformers engine logs it: in the vocabulary's form, with code points as its bytes."""
+    made = token(text, p, **tops)
+    for one in (made, *made["top_logprobs"]):
+        one["bytes"] = [ord(sign) for sign in one["token"]]
+    return made
+
+
+@pytest.mark.parametrize("space", ["\u0120", "\u2581"])  # byte-level and SentencePiece vocabularies
+def test_tokens_in_the_form_of_the_vocabulary_are_read_up_to_the_end_of_the_reply(tmp_path: Path, space: str) -> None:
+    row = sample(0, 0.6, "C", "B")
+    letter = vocabulary_token(f"{space}B", 0.6, **{f"{space}A": 0.1, f"{space}B": 0.6, f"{space}C": 0.2})
+    padding = [vocabulary_token(text, 0.01) for text in ("<end>", f"{space}so", f"{space}A")]
+    content = [vocabulary_token("ANSWER", 0.9), vocabulary_token(":", 0.99), letter, *padding]
+    row["output"]["choices"][0]["logprobs"]["content"] = content
+    row["choices"] = ["x", "y", "z"]
+    path = write_lines(tmp_path / "log.jsonl", [row])
+    [(_, fields)] = read_answers(path, ColumnNames())
+    assert fields["confidence"] == pytest.approx(0.6, abs=1e-15)
+    assert fields["label_logprobs"] == pytest.approx({"A": log(0.1), "B": log(0.6), "C": log(0.2)}, abs=1e-15)
+
+
+def test_an_unanswered_reply_in_a_batch_has_the_probability_of_its_own_tokens(tmp_path: Path) -> None:
+    """0.5 * 0.4: what follows the end belongs to longer replies of the batch."""
+    row = sample(0, 0.6, "I", "")
+    reply = row["output"]["choices"][0]
+    reply["message"]["content"] = "No idea"
+    padding = [vocabulary_token("<end>", 0.9), vocabulary_token("\u0120A", 0.3)]
+    reply["logprobs"]["content"] = [vocabulary_token("No", 0.5), vocabulary_token("\u0120idea", 0.4), *padding]
+    assert read(write_lines(tmp_path / "log.jsonl", [row]))[0] == pytest.approx([0.2], abs=1e-15)
+
+
+def test_what_a_scorer_stores_with_the_confidence_is_read(tmp_path: Path) -> None:
+    stored = {"confidence": 0.25, "source": "fallback", "label_logprobs": {"A": -1.0, "B": log(0.25)}}
+    score = {"value": "I", "answer": "", "metadata": stored}
+    path = write_lines(tmp_path / "log.jsonl", [sample(0, 0.6, "C", "B", scores={"own": score})])
+    [(_, fields)] = read_answers(path, ColumnNames())
+    assert {name: fields[name] for name in stored} == stored
+    assert read_graded(path).sources == ParseCounts(fallback=1)
 
 
 def test_a_partly_right_score_is_refused(tmp_path: Path) -> None:
@@ -441,6 +482,7 @@ def test_a_log_is_calibrated_and_compared_like_any_file(tmp_path: Path, capsys: 
         assert written[0].keys() == {
             "question",
             "label",
+            "text",
             "confidence",
             "correct",
             "label_logprobs",

@@ -28,7 +28,7 @@ from catto.metrics.calibrators import (
     Temperature,
     VectorScaling,
     label_table,
-    load_calibrator,
+    read_calibrator,
 )
 from catto.metrics.errors import EPSILON, accuracy, ece, nll
 from catto.metrics.ranking import auroc
@@ -182,7 +182,7 @@ def test_loaded_equals_fitted_to_the_last_bit(kind: str, tmp_path: Path) -> None
     c, z = overconfident()
     fitted = CALIBRATORS[kind].fit(c, z)
     write_record(tmp_path / "calibrator.json", fitted)
-    loaded = load_calibrator(tmp_path / "calibrator.json")
+    loaded = read_calibrator(tmp_path / "calibrator.json")
     assert loaded == fitted
     np.testing.assert_array_equal(loaded.apply(c), fitted.apply(c))
     assert json.loads((tmp_path / "calibrator.json").read_text())["schema_version"] == 1
@@ -220,15 +220,15 @@ def test_a_bad_file_is_one_line_that_names_it(change: dict[str, Any], message: s
     path = tmp_path / "c.json"
     path.write_text(json.dumps(Temperature(tau=1.5).model_dump() | change))
     with pytest.raises(DataError, match=rf"c\.json: {message}"):
-        load_calibrator(path)
+        read_calibrator(path)
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text("{")
     with pytest.raises(DataError, match=r"c\.json"):
-        load_calibrator(tmp_path / "c.json")
+        read_calibrator(tmp_path / "c.json")
     with pytest.raises(DataError, match=r"absent\.json: No such file"):
-        load_calibrator(tmp_path / "absent.json")
+        read_calibrator(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_uneven_isotonic_knots_are_refused(knots: object, message: str, tmp_path
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"schema_version": 1, "kind": "isotonic", "knots": knots, "values": [0.5]}))
     with pytest.raises(DataError, match=message):
-        load_calibrator(path)
+        read_calibrator(path)
 
 
 # ---- vector scaling -------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_vector_scaling_finds_each_label_by_its_name(tmp_path: Path) -> None:
     logprobs, gold = lopsided(60, 3)
     vector = VectorScaling.fit_labels(logprobs, gold, "ABC")
     write_record(tmp_path / "v.json", vector)
-    assert load_calibrator(tmp_path / "v.json") == vector
+    assert read_calibrator(tmp_path / "v.json") == vector
     row = dict(zip("ABC", logprobs[0], strict=True))
     shuffled = {label: row[label] for label in "CAB"}
     assert vector.probability(shuffled, "B") == pytest.approx(
@@ -330,4 +330,4 @@ def test_an_uneven_vector_is_refused(fields: dict[str, Any], told: str, tmp_path
     path = tmp_path / "v.json"
     path.write_text(json.dumps({"schema_version": 1, "kind": "vector", **fields}))
     with pytest.raises(DataError, match=told):
-        load_calibrator(path)
+        read_calibrator(path)

@@ -18,7 +18,7 @@ from catto.answer.forms import VERSION
 from catto.methods import METHODS
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, StageSettings, list_needed
-from catto.prompts import WORDING, fingerprint
+from catto.prompts import WORDING, fingerprint, open_fingerprint
 from catto.recipe.load import load_recipe
 from catto.recipe.settings import (
     EvaluationSettings,
@@ -317,7 +317,7 @@ def test_the_fingerprint_sees_every_wording(monkeypatch: pytest.MonkeyPatch, tas
 # What prompts and endings are made by; the rest of the module reads responses.
 RENDERING = (
     *("WORDING", "DEFAULT", "_NLI", "messages", "_render_system", "_render_fields", "_render_options"),
-    *("completion", "prompt_text", "fold_system"),
+    *("OPEN", "OPEN_NUMBER", "OPEN_WORDING", "render_judgement", "completion", "prompt_text", "fold_system"),
 )
 
 
@@ -348,6 +348,7 @@ def test_the_fingerprint_sees_every_text_of_a_prompt(place: int) -> None:
     space: dict[str, Any] = {"__name__": "catto.prompts", "__file__": prompts.__file__}
     exec(compile(tree, "changed_prompts", "exec", dont_inherit=True), space)
     try:
-        assert space["fingerprint"]() != fingerprint()
+        changed = (space["fingerprint"](), space["open_fingerprint"]())
+        assert changed != (fingerprint(), open_fingerprint())
     except (ValidationError, KeyError, TemplateError):
         return

@@ -13,7 +13,7 @@ import pytest
 import catto
 
 HEAVY = ("torch", "transformers", "trl", "datasets", "numpy", "scipy", "sklearn", "matplotlib", "pydantic")
-LIGHT = ("METHODS", "METRICS", "TASKS", "DataError", "ece", "load_questions")
+LIGHT = ("METHODS", "METRICS", "TASKS", "DataError", "ece", "load_questions", "rewards")
 
 
 def python(code: str) -> str:
@@ -35,9 +35,11 @@ def test_dir_and_star_name_everything_without_loading_it() -> None:
 
 
 def test_every_public_name_is_the_one_at_home() -> None:
-    assert set(catto.__all__) == {*catto._HOME, "__version__"}
+    assert set(catto.__all__) == {*catto._HOME, *catto._MODULES, "__version__"}
     for name, (module, there) in catto._HOME.items():
         assert getattr(catto, name) is getattr(importlib.import_module(f"catto.{module}"), there)
+    for name in catto._MODULES:
+        assert getattr(catto, name) is importlib.import_module(f"catto.{name}")
 
 
 def test_a_name_is_kept_once_loaded() -> None:

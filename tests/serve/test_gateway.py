@@ -79,6 +79,7 @@ def test_an_ordinary_completion_with_the_catto_object() -> None:
     assert (reply.choices[0].finish_reason, reply.model) == ("stop", "tiny-answerer")
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (7, 10)
     found = reply.catto
+    assert reply.choices[0].logprobs.catto == found
     assert found.pop("confidence") == found.pop("confidence_raw") == pytest.approx(P, abs=1e-12)
     assert found == {
         "label": "B",
@@ -106,6 +107,8 @@ def test_a_stream_ends_with_the_catto_object() -> None:
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert chunks[-1].catto["label"] == "B"
+    assert chunks[-1].choices[0].logprobs.catto == chunks[-1].catto
+    assert [chunk.choices[0].logprobs for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert not any(hasattr(chunk, "catto") for chunk in chunks[:-1])
     assert (counted[-1].usage.prompt_tokens, counted[-1].catto["label"]) == (7, "B")
 

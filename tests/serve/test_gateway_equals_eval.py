@@ -45,8 +45,8 @@ def sampled(seen: Seen) -> Reply:
     rows: list[torch.Tensor] = []
     with LOCK:
         while len(ids) < body["max_tokens"]:
-            with evaluation_mode(model()):
-                logits = last_logits(model(), [[*prompt, *ids]])[0].double()
+            with evaluation_mode(model()) as hook:
+                logits = last_logits(model(), hook, [[*prompt, *ids]])[0].double()
             token = int(torch.multinomial((logits / body["temperature"]).softmax(-1), 1, generator=generator))
             if token == tokenizer().eos_token_id:
                 break

@@ -43,6 +43,7 @@ def test_the_table_names_every_task_with_its_labels_and_licence() -> None:
         "reward_bench_2": tuple("ABCD"),
         "commonsense_qa": tuple("ABCDE"),
         "witnesses": tuple("ABCD"),
+        "readings": (),
     }
     assert all(task.licence for task in TASKS.values())
     assert "non-commercial" in load_questions("anli", "test", data_dir=FIXTURES / "anli_hub").report.licence

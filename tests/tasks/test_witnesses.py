@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from catto.records import SPLITS, Question
 from catto.tasks import load_questions
-from catto.tasks.splits import digest
+from catto.tasks.splits import owns_generated
 from catto.tasks.witnesses import (
-    _SHARES,
     RELIABILITIES,
     Statement,
     bayes_answer,
@@ -124,7 +123,7 @@ def share(split: Any, options: int, witnesses: int, reliabilities: list[float]) 
     assert len(kinds) ** witnesses < 100_000, "a world of such variety has sets for every split"
     total = 0.0
     for statements in itertools.product(kinds, repeat=witnesses):
-        if digest("share", "\n".join(map(str, statements)))[0] * 10 // 256 in _SHARES[split]:
+        if owns_generated("\n".join(map(str, statements)), split):
             total += math.fsum(
                 math.prod(r if said == gold else (1 - r) / (options - 1) for r, said in statements)
                 for gold in range(options)

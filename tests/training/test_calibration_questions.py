@@ -24,6 +24,7 @@ from catto.io.record_files import write_records
 from catto.records import Option, Prediction, Question
 from catto.training.config import CATTOConfig
 from catto.training.monitor import label_metrics
+from catto.training.question_stream import load_calibration_questions
 from catto.training.trainer import CATTOTrainer
 
 pytestmark = pytest.mark.slow
@@ -108,6 +109,32 @@ def test_training_on_free_text_improves_the_confidence_of_held_out_questions(tmp
         assert after["val_ece"] < worse["val_ece"] - 0.1
     rewards = [entry["rewards/accuracies"] for entry in run.state.log_history if "rewards/accuracies" in entry]
     assert rewards[-1] > 0.5  # and the preferences are learned
+
+
+def test_a_table_of_questions_and_its_records_are_the_same_questions(tmp_path: Path) -> None:
+    """Every row of a user's file is a question, whatever split it would be in; its fields are found by their names."""
+    records = questions(30, seed=1)
+    rows = []
+    for question in records:
+        answer = question.labels.index(question.gold)
+        choices = [f"choice {option.label}" for option in question.options]
+        rows.append({"question": " ".join(question.fields.values()), "choices": choices, "answer": choices[answer]})
+    table = tmp_path / "own.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_records(tmp_path / "records.jsonl", records)
+    own = load_calibration_questions(str(table))
+    assert load_calibration_questions(str(tmp_path / "records.jsonl")) == records
+    right = {
+        question.fields["question"]: question.options[question.labels.index(question.gold)].text for question in own
+    }
+    assert right == {row["question"]: row["answer"] for row in rows}
+
+
+def test_a_table_whose_fields_are_unclear_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "own.jsonl"
+    table.write_text('{"a": 1, "b": 2}\n', encoding="utf-8")
+    with pytest.raises(catto.DataError, match=r"own\.jsonl"):
+        load_calibration_questions(str(table))
 
 
 def test_responses_are_sampled_once_and_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

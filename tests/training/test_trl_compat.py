@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import tomllib
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
-from packaging.version import Version
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from pages import ROOT
 from steps import made, step
 from tiny import tiny_model
 from trl import DPOConfig, DPOTrainer, __version__
@@ -15,13 +19,17 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module
 
 from catto.training.trl_compat import (
+    TRL_RANGE,
     TrainerCard,
     TRLPairTrainer,
     call_copied_forward,
+    check_head_device,
+    check_trl_version,
     hash_weights,
     hide_padding_free,
     name_model,
     read_dpo_card,
+    runs_triton_kernels,
 )
 
 
@@ -29,8 +37,35 @@ def _parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_trl_is_the_minor_version_that_was_read() -> None:
-    assert Version(__version__).release[:2] == (1, 16)
+def test_the_range_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    ranges = {}
+    for text in project["optional-dependencies"]["train"]:
+        requirement = Requirement(text)
+        ranges[requirement.name] = requirement.specifier
+    assert ranges["trl"] == SpecifierSet(TRL_RANGE)
+    assert __version__ in ranges["trl"]
+
+
+@pytest.mark.parametrize("version", ["1.14.2", "1.17.0.dev0", "1.17.0", "2.0.0"])
+def test_another_version_is_refused_with_the_command_that_installs_one(version: str) -> None:
+    message = f'training works with TRL >=1.15,<1.17, found {version}: pip install "trl>=1.15,<1.17"'
+    with pytest.raises(ImportError) as refusal:
+        check_trl_version(version)
+    assert str(refusal.value) == message
+
+
+def test_trl_1_15_is_refused_where_its_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not runs_triton_kernels(cpu)
+    assert runs_triton_kernels(torch.device("cuda"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert runs_triton_kernels(cpu)
+    check_head_device("1.15.0", runs_triton=True)
+    check_head_device("1.16.0", runs_triton=False)
+    with pytest.raises(ValueError, match=r'^TRL 1\.15\.0 trains .* GPU only: pip install "trl==1\.16\.\*"$'):
+        check_head_device("1.15.0", runs_triton=False)
 
 
 def test_signatures_that_are_overridden() -> None:

@@ -16,14 +16,13 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from catto.answer.forms import LEAD, flatten_text, strip_formatting
+from catto.records import Grade
 
 # The version of the grading: raise it with every change after which some answer is graded differently.
 VERSION = 1
-
-Grade = Literal["exact", "number", "any-of"]
 
 MAX_NUMBER_TEXT = 300  # characters of a text that is read as a number
 MAX_LEADS = 2

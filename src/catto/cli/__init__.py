@@ -17,7 +17,21 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from catto import __version__
-from catto.cli import calibrate, data, doctor, evaluate, measure, plan, report, run, select, serve, teach, train
+from catto.cli import (
+    calibrate,
+    data,
+    doctor,
+    evaluate,
+    lm_eval,
+    measure,
+    plan,
+    report,
+    run,
+    select,
+    serve,
+    teach,
+    train,
+)
 from catto.cli.console import refuse
 from catto.errors import DataError
 from catto.telemetry import switch_off_telemetry
@@ -34,7 +48,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "calibrate": calibrate.app,
         "select": select.select,
     },
-    "Evaluate": {"eval": evaluate.evaluate, "data": data.data},
+    "Evaluate": {"eval": evaluate.evaluate, "lm-eval": lm_eval.lm_eval, "data": data.data},
     "Experiment": {
         "run": run.run,
         "plan": plan.plan,

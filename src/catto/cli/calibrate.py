@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from catto.measure import MeasureSettings, Summary
     from catto.metrics.binning import Floats
     from catto.metrics.calibrators import Calibrator
+    from catto.model_calibration import ModelFit
 
 CalibratorInput = Literal["confidence", "labels"]
 CalibratorName = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
@@ -44,7 +45,19 @@ app = typer.Typer(no_args_is_help=True, help="Fit a calibrator, apply it, and fi
 def fit(
     file: Annotated[Path, Argument(help="Validation answers, in any format that `catto measure` reads.")],
     columns: ColumnOptions,
-    out: Annotated[Path, Option(help="Calibrator to write (.json).", rich_help_panel=OUTPUT)],
+    out: Annotated[Path | None, Option(help="Calibrator to write (.json).", rich_help_panel=OUTPUT)] = None,
+    model: Annotated[
+        Path | None,
+        Option(
+            help="Folder of the model; the calibrator is stored next to its weights, where other commands find it.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    target_risk: Annotated[
+        float | None,
+        TargetRiskOption(show_default="no threshold", rich_help_panel=OUTPUT),
+    ] = None,
+    confidence_level: RiskLevelOption = 0.95,
     method: Annotated[CalibratorName, Option(help="Type of calibrator.")] = "temperature",
     on: Annotated[
         CalibratorInput | None,
@@ -58,15 +71,38 @@ def fit(
 ) -> None:
     """Fit a calibrator on validation answers.
 
+    With --target-risk, half of the questions fit the calibrator and the other half finds the threshold above which at
+    most this share of the answers is wrong. The file is then the predictions of `catto eval`, final answers of `catto
+    select`, or the log of `catto serve`, of which the answers since the last alarm are used.
+
     Examples:
     catto calibrate fit validation.jsonl --method temperature --out tau.json
     catto calibrate fit validation.jsonl --method vector --out vector.json
+    catto calibrate fit validation.jsonl --model my-model --target-risk 0.05
     """
     from catto.calibrate import fit_file
+    from catto.model_calibration import RiskTarget, fit_model, store_calibration
 
     source = _choose_input(method, on)
-    writable_file("--out", out, ".json", source=file)
     names = columns.column_names()
+    if model is not None:
+        if out is not None:
+            refuse("--out and --model: give one of the two")
+        if not model.is_dir():
+            refuse(f"--model: {model} is not a folder")
+        target = None
+        if target_risk is not None:
+            target = RiskTarget(target_risk, round(1.0 - confidence_level, 9))
+        found = fit_model(file, method, source, names, columns.unparsed, target)
+        _show_model_fit(found, file, seed)
+        written = store_calibration(model, found.calibration, fitted_on=file.name)
+        say(f"Wrote {', '.join(written)} in {model}.")
+        return
+    if out is None:
+        refuse("--out or --model: one of them must say where to write the calibrator")
+    if target_risk is not None:
+        refuse("--target-risk: needs --model; catto calibrate threshold finds the threshold for a calibrator of --out")
+    writable_file("--out", out, ".json", source=file)
     fitted, answers = fit_file(file, method, source, names, columns.unparsed, out)
     console.warn_few(len(answers), file, "a calibrator follows single answers")
     _warn_of_range_end(file, fitted.calibrator)
@@ -139,6 +175,21 @@ def threshold(
     say(describe_threshold(limit, limit.rows))
     protocol = limit.protocol
     say(f"For the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
+
+
+def _show_model_fit(found: ModelFit, file: Path, seed: int) -> None:
+    """Print a calibration that is to be stored in a model's folder."""
+    fitted = found.calibration.fitted
+    threshold = found.calibration.threshold
+    console.warn_few(fitted.rows or 0, file, "a calibrator follows single answers")
+    _warn_of_range_end(file, fitted.calibrator)
+    _print_before_and_after(found.answers, found.calibrated, seed)
+    _print_parameters(fitted.calibrator)
+    if threshold is None:
+        say("These are the answers it was fitted on, so measure it on others.")
+    else:
+        say(f"These are the answers of the threshold; {fitted.rows:,} others fitted the calibrator.")
+        say(describe_threshold(threshold, threshold.rows))
 
 
 def _choose_input(method: CalibratorName, on: CalibratorInput | None) -> CalibratorInput:

@@ -234,15 +234,28 @@ def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) ->
     columns = _parse_fields(questions.fields)
     files = split_files(questions.file)
     answers = split_answers(questions.answers, files) or None
-    settings = TaskSettings.model_construct(files=files, fields=columns, answer=questions.answer, answers=answers)
+    settings = TaskSettings.model_construct(
+        files=files,
+        fields=columns,
+        answer=questions.answer,
+        answers=answers,
+        grade=questions.grade,
+        tolerance=questions.tolerance,
+    )
     first_file = next(iter(files.values()))[0]
     return OwnTask(task or task_name(first_file), settings)
 
 
 def _refuse_without_file(questions: QuestionFileOptions) -> None:
-    options = {"--fields": questions.fields, "--answer": questions.answer, "--answers": questions.answers}
+    options = {
+        "--fields": questions.fields,
+        "--answer": questions.answer,
+        "--answers": questions.answers,
+        "--grade": questions.grade,
+        "--tolerance": questions.tolerance,
+    }
     for option, value in options.items():
-        if value:
+        if value is not None and value != []:
             refuse(f"{option}: goes with --file")
 
 

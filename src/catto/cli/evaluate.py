@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from catto.cli.console import needs, refuse, refusing, say, writable_folder
+from catto.cli.console import needs, refuse, refusing, say, warn, writable_folder
 from catto.cli.data import DataDirOption, choose_source
 from catto.cli.display import Bar
 from catto.cli.measure import measure_and_print
@@ -160,6 +160,8 @@ def evaluate(
     for note in loaded.report.notes:
         say(f"{loaded.report.task}: {note}")
     _print_predictions(predictions)
+    if not is_server:
+        _print_calibrated(Path(model), predictions)
 
 
 def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
@@ -199,6 +201,34 @@ def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
         return open_engine(name, model, batch_size=options.concurrency)
 
     return load_model
+
+
+def _print_calibrated(folder: Path, predictions: Path) -> None:
+    """Apply the calibrator in the model's folder, if there is one, and print the numbers again."""
+    from catto.calibrate import apply_file
+    from catto.formats.columns import ColumnNames
+    from catto.model_calibration import CALIBRATOR_FILE, has_calibrator, load_calibrator
+
+    if not has_calibrator(folder):
+        return
+    calibration = load_calibrator(folder)
+    fitted = calibration.fitted
+    place = folder / CALIBRATOR_FILE
+    if fitted.protocol is not None:
+        say(f"{place} is for final answers: catto select --calibrator {place} applies it.")
+        return
+    out = predictions.with_name("calibrated.jsonl")
+    answers, calibrated = apply_file(fitted, predictions, ColumnNames(), out)
+    say(f"With the calibrator of {folder}:")
+    measure_and_print(out)
+    shared = fitted.count_fit_questions(answers.question or ())
+    if shared:
+        warn(
+            f"{shared} of the questions the calibrator was fitted on are in {predictions}: these numbers are optimistic"
+        )
+    if calibration.threshold is not None:
+        answered = calibrated >= calibration.threshold.threshold
+        say(f"{answered.sum():,} of {len(answered):,} answers are at or above the threshold of the model.")
 
 
 def _print_predictions(path: Path) -> None:

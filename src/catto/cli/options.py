@@ -19,6 +19,7 @@ import typer
 from typer import Option
 
 from catto.formats.columns import ColumnNames, Format
+from catto.records import Grade
 from catto.tasks import TASKS
 from catto.tasks.fields import Style
 
@@ -142,6 +143,24 @@ class QuestionFileOptions:
     ] = None
     answers: Annotated[
         list[str] | None, SplitFile(help="File with one gold answer per line.", rich_help_panel=ADVANCED)
+    ] = None
+    grade: Annotated[
+        Grade | None,
+        Option(
+            help="How answers are compared where --file has no options.",
+            show_default="any-of for a list, else exact",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = None
+    tolerance: Annotated[
+        float | None,
+        Real(
+            min=0,
+            max=0.99,
+            help="Largest difference with --grade number, as a share of the gold answer.",
+            show_default="0",
+            rich_help_panel=ADVANCED,
+        ),
     ] = None
 
 

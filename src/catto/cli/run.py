@@ -87,7 +87,8 @@ def go(
         console.needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
     with running() as shown:
         if training and execute is None:  # elsewhere are other devices and libraries
-            from catto.pipeline.rehearsal import rehearse_trainings
+            with console.refusing(ImportError):  # such as a version of TRL that is not supported
+                from catto.pipeline.rehearsal import rehearse_trainings
 
             rehearse_trainings(source, training)
         store_recipe(root, recipe)

@@ -22,6 +22,7 @@ from catto.tasks import TASKS
 if TYPE_CHECKING:
     from catto.calibrate import Fitted, RiskThreshold
     from catto.engines.server import ServerEngine
+    from catto.serve.feedback_log import FeedbackLog
 
 # How an answer is made if neither an option, nor the threshold, nor the calibrator says so.
 PLAIN_PROTOCOL = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
@@ -118,7 +119,12 @@ def serve(
     answering: AnsweringOptions,
     options: GatewayOptions,
     calibrator: Annotated[
-        Path | None, Option(help="Calibrator written by `catto calibrate fit`.", rich_help_panel=INPUT)
+        Path | None,
+        Option(
+            help="Calibrator written by `catto calibrate fit`, or the model's folder with calibrator and threshold.",
+            show_default="in the folder that the model is named after",
+            rich_help_panel=INPUT,
+        ),
     ] = None,
     threshold: Annotated[
         Path | None,
@@ -142,10 +148,12 @@ def serve(
     Examples:
     catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json
     catto serve --upstream http://localhost:8000/v1 --task snli --calibrator tau.json --threshold threshold.json
+    catto serve --upstream http://localhost:8000/v1 --task mmlu --calibrator my-model --log answers.jsonl
     catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         needs(package, "serve", "catto serve")
+    from catto.model_calibration import has_calibrator
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run_gateway
 
@@ -158,6 +166,11 @@ def serve(
         warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
     protocol = _choose_protocol(answering, fitted, risk_threshold)
     engine = _connect_upstream(upstream, model, options)
+    if calibrator is None and threshold is None and has_calibrator(Path(engine.model)):
+        calibrator = Path(engine.model)
+        fitted, risk_threshold = _read_fitted(calibrator, None)
+        protocol = _choose_protocol(answering, fitted, risk_threshold)
+        say(f"Calibrator of {calibrator}.")
     if not engine.can_continue and protocol.fallback is not None:
         protocol = protocol.model_copy(update={"fallback": "none"})
     _warn_about_protocol(protocol, engine.model, calibrator=(calibrator, fitted), threshold=(threshold, risk_threshold))
@@ -171,7 +184,9 @@ def serve(
     port = _find_port(options.host, options.port)
     shown_host = f"[{options.host}]" if ":" in options.host else options.host
     say(f"Serving {engine.model} of {engine.base_url} at http://{shown_host}:{port}/v1")
-    run_gateway(Gateway(answerer, labels, protocol, limits, options.log), options.host, port)
+    gateway = Gateway(answerer, labels, protocol, limits, options.log)
+    _report_alarm(gateway.log)
+    run_gateway(gateway, options.host, port)
 
 
 def _find_labels(task: str) -> tuple[str, ...]:
@@ -185,13 +200,17 @@ def _find_labels(task: str) -> tuple[str, ...]:
 
 def _read_fitted(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:
     """Read the calibrator and the threshold. They must belong together."""
-    from catto.calibrate import RiskThreshold, open_fitted
+    from catto.calibrate import RiskThreshold
+    from catto.model_calibration import load_calibrator
 
     fitted = None
+    stored_threshold = None
     if calibrator is not None:
-        fitted = open_fitted(calibrator)
+        calibration = load_calibrator(calibrator)
+        fitted = calibration.fitted
+        stored_threshold = calibration.threshold
     if threshold is None:
-        return fitted, None
+        return fitted, stored_threshold
     risk_threshold = read_record(threshold, RiskThreshold)
     if fitted is None and risk_threshold.calibrator is not None:
         refuse(f"{threshold}: was fitted with a calibrator; add it with --calibrator")
@@ -249,6 +268,7 @@ def _warn_about_protocol(
     """Warn if the gateway's answers are made in another way than those of the calibrator or the threshold."""
     calibrator_path, fitted = calibrator
     threshold_path, risk_threshold = threshold
+    threshold_path = threshold_path or calibrator_path
     if risk_threshold is not None and risk_threshold.protocol != protocol:
         warn(
             f"{threshold_path}: was fitted on answers of {risk_threshold.protocol!r}, but this gateway uses "
@@ -262,6 +282,16 @@ def _warn_about_protocol(
     if risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models:
         models = ", ".join(risk_threshold.models)
         warn(f"{threshold_path}: was fitted on answers of {models}: no answer of {model} has the guarantee")
+
+
+def _report_alarm(log: FeedbackLog) -> None:
+    """Say what the feedback of earlier runs shows about the promise."""
+    if log.path is None or log.alarm.answers == 0:
+        return
+    if log.alarm.is_raised:
+        warn(f"{log.path}: ALARM: {log.describe_alarm()}")
+    else:
+        say(f"{log.path}: {log.describe_alarm()}.")
 
 
 def _find_port(host: str, port: int) -> int:

@@ -89,10 +89,12 @@ class HeadHook:
     Attributes:
         states: What went into the head last, (B, T, H).
         replacement: What the head takes instead of its next input; None for no replacement.
+        positions: Position of each row, (B,), which is all that the head takes of its next input; None for the whole.
     """
 
     states: Tensor | None = None
     replacement: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @contextmanager
@@ -112,6 +114,10 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
         if hook.replacement is not None:
             states = hook.replacement.to(states.device)
             hook.replacement = None
+        if hook.positions is not None:
+            rows = torch.arange(len(states), device=states.device)
+            states = states[rows, hook.positions.to(states.device)].unsqueeze(1)
+            hook.positions = None
         hook.states = states
         with torch.autocast(states.device.type, enabled=False):  # a model in training enters it in its own forward
             return multiply(states.float())
@@ -161,10 +167,11 @@ def counts_padding(network: Any) -> bool:
     return has_distances or has_local_windows or not takes_positions
 
 
-def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
+def last_logits(network: Any, hook: HeadHook, sequences: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits after the last token of each sequence, (B, V) in fp32: one forward, without a cache.
 
-    Sequences are padded on the right. A causal model never looks right, so the padding needs no mask.
+    Sequences are padded on the right. A causal model never looks right, so the padding needs no mask. The hook picks
+    the positions, since `logits_to_keep` of Transformers 5.19 keeps the same positions of every row.
     """
     device = network.device
     width = max(len(sequence) for sequence in sequences)
@@ -173,12 +180,9 @@ def last_logits(network: Any, sequences: Sequence[Sequence[int]]) -> Tensor:
     for sequence in sequences:
         padding = [PAD] * (width - len(sequence))
         padded.append([*sequence, *padding])
-        last_positions.append([len(sequence) - 1])
-    output = network(
-        input_ids=torch.tensor(padded, device=device),
-        use_cache=False,
-        logits_to_keep=torch.tensor(last_positions, device=device),
-    )
+        last_positions.append(len(sequence) - 1)
+    hook.positions = torch.tensor(last_positions, device=device)
+    output = network(input_ids=torch.tensor(padded, device=device), use_cache=False)
     return _check_finite(output.logits[:, 0])
 
 

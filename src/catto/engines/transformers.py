@@ -185,7 +185,7 @@ class TransformersEngine(Engine):
                 add_scores(indices, as_float64(state_logits(self.network, hook, batch_states)))
             for indices in self._split_batches(longest_first):
                 batch_sequences = [sequences[index] for index in indices]
-                add_scores(indices, as_float64(last_logits(self.network, batch_sequences)))
+                add_scores(indices, as_float64(last_logits(self.network, hook, batch_sequences)))
         return [scores[index] for index in range(len(contexts))]
 
     def _split_batches(self, indices: list[int]) -> Iterator[list[int]]:

@@ -21,6 +21,30 @@ HEADER = "header.json"
 CHUNK_BYTES = 1 << 20  # of a packed file, unpacked at a time
 # What inspect_ai writes for right, wrong and no answer; its "P", partly right, is neither.
 INSPECT_VALUES = {"C": True, "I": False, "N": False}
+# What catto's scorer stores in the metadata of a score next to the confidence.
+STATED_WITH_CONFIDENCE = ("source", "label_logprobs")
+SENTENCEPIECE_SPACE = "\u2581"
+
+
+def _map_characters_to_bytes() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 assigned them.
+
+    Printable characters of Latin-1 stand for themselves, the other bytes for the characters from 256 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1)}
+    printable |= set(range(ord("\u00ae"), ord("\u00ff") + 1))
+    bytes_by_character = {}
+    others = 0
+    for byte in range(256):
+        if byte in printable:
+            bytes_by_character[chr(byte)] = byte
+        else:
+            bytes_by_character[chr(256 + others)] = byte
+            others += 1
+    return bytes_by_character
+
+
+BYTE_OF_CHARACTER = _map_characters_to_bytes()
 
 
 def is_inspect(record: Fields) -> bool:
@@ -123,14 +147,91 @@ def read_inspect(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
     stated_confidence = metadata.get("confidence")
     if stated_confidence is not None:
         answer["confidence"] = stated_confidence
-        return answer
+        return answer | {name: metadata[name] for name in STATED_WITH_CONFIDENCE if name in metadata}
     tokens = _find_reply_tokens(record)
     if tokens:
         labels = _list_choice_labels(record) or [str(score.get("answer"))]
-        return answer | read_label_token(tokens, labels, score.get("answer") or None)
+        reply = read_message_text(record["output"]["choices"][0]["message"]["content"])
+        return answer | read_reply_tokens(tokens, reply, labels, score.get("answer") or None)
     if names.confidence == "confidence":
         raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
     return answer
+
+
+def read_message_text(content: object) -> str:
+    """Return the text of a message, whose content is a text or a list of parts."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") == "text":
+            texts.append(str(part.get("text")))
+    return "".join(texts)
+
+
+def read_reply_tokens(
+    tokens: Sequence[Fields], reply: str, labels: Sequence[str], graded_label: str | None
+) -> dict[str, Any]:
+    """Read the probability of the answer in the tokens of a reply, as `read_label_token` does.
+
+    inspect_ai's own Transformers engine logs tokens as the vocabulary writes them, and for a reply in a batch also
+    what follows its end, up to the length of the longest reply. Both are repaired first.
+
+    Args:
+        tokens: The logged tokens of the reply.
+        reply: The text of the reply.
+        labels: The labels of the question; a single one means an open answer.
+        graded_label: The answer that was graded; None if the reply gives none.
+
+    Returns:
+        `label`, `confidence` and `source`, and `label_logprobs` if all labels have one.
+    """
+    return read_label_token(_drop_tokens_after(_decode_tokens(tokens), reply), labels, graded_label)
+
+
+def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
+    """Return tokens with their text; tokens in the form of the vocabulary have "bytes" that no byte can hold."""
+    if all(max(token.get("bytes") or (0,)) < 256 for token in tokens):
+        return tokens
+    decoded = []
+    for token in tokens:
+        candidates = []
+        for candidate in token.get("top_logprobs") or ():
+            candidates.append({**candidate, "token": decode_vocabulary_form(candidate["token"])})
+        decoded.append({**token, "token": decode_vocabulary_form(token["token"]), "top_logprobs": candidates})
+    return decoded
+
+
+def decode_vocabulary_form(token: str) -> str:
+    """Return the text of a token of a byte-level or SentencePiece vocabulary. An incomplete character becomes \ufffd.
+
+    >>> decode_vocabulary_form("\u0120B"), decode_vocabulary_form("\u2581B"), decode_vocabulary_form("<|im_end|>")
+    (' B', ' B', '<|im_end|>')
+    """
+    if SENTENCEPIECE_SPACE in token:
+        return token.replace(SENTENCEPIECE_SPACE, " ")
+    content = bytearray()
+    for character in token:
+        byte = BYTE_OF_CHARACTER.get(character)
+        if byte is None:
+            return token
+        content.append(byte)
+    return content.decode(errors="replace")
+
+
+def _drop_tokens_after(tokens: Sequence[Fields], reply: str) -> Sequence[Fields]:
+    """Return the tokens up to the end of the reply; all of them if they do not begin with it."""
+    text = "".join(token["token"] for token in tokens)
+    leading_space = len(text) - len(text.lstrip())
+    reply = reply.strip()
+    if not text.startswith(reply, leading_space):
+        return tokens
+    end = 0
+    for number, token in enumerate(tokens, 1):
+        end += len(token["token"])
+        if end >= leading_space + len(reply):
+            return tokens[:number]
+    return tokens
 
 
 def _choose_score(sample: Fields, names: ColumnNames) -> Fields:
@@ -158,7 +259,18 @@ def _find_reply_tokens(sample: Fields) -> Sequence[Fields]:
 def _list_choice_labels(sample: Fields) -> list[str]:
     """Return A, B, ... for the choices of a sample; empty for an open question."""
     choice_count = len(sample.get("choices") or ())
-    return [chr(ord("A") + number) for number in range(choice_count)]
+    return [letter_of(number) for number in range(choice_count)]
+
+
+def letter_of(number: int) -> str:
+    """Return the letter of a choice, as inspect_ai writes it: A to Z, then 1, 2, ...
+
+    >>> letter_of(1), letter_of(26)
+    ('B', '1')
+    """
+    if number < 26:
+        return chr(ord("A") + number)
+    return str(number - 25)
 
 
 def _explain_missing_scores(sample: Fields) -> str:

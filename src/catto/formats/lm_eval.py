@@ -46,21 +46,20 @@ def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
         scores = [choice.loglikelihood / max(len(choice.text), 1) for choice in choices]
     if len(scores) < 2:
         raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
-    best = scores.index(max(scores))
-    if not isfinite(scores[best]):
-        raise ValueError(f"filtered_resps: expected a finite log-likelihood, got {scores[best]}")
-    logprobs = _log_softmax(scores, scores[best])
+    reading = read_choice(scores)
 
     metric = "acc_norm" if names.length_normalised else "acc"
     grade = record.get(metric)
-    gold = _find_gold(record, choices, best=best, grade=grade)
-    answer["label"] = str(best)
-    answer["confidence"] = exp(logprobs[best])
+    gold = _find_gold(record, choices, best=reading.best, grade=grade)
+    answer["label"] = str(reading.best)
+    answer["text"] = choices[reading.best].text
+    answer["confidence"] = reading.confidence
     if grade is None:
-        answer["correct"] = best == gold
+        answer["correct"] = reading.best == gold
     else:
         answer["correct"] = grade
-    answer["label_logprobs"] = {str(number): value for number, value in enumerate(logprobs) if isfinite(value)}
+    logprobs = enumerate(reading.logprobs)
+    answer["label_logprobs"] = {str(number): value for number, value in logprobs if isfinite(value)}
     if gold is not None:
         answer["gold"] = str(gold)
     return answer
@@ -114,10 +113,42 @@ def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_Scor
     return choices_in_context or choices
 
 
-def _log_softmax(scores: Sequence[float], highest: float) -> list[float]:
-    """Normalise the scores to log-probabilities; `highest` is the largest of them."""
+class ChoiceReading(NamedTuple):
+    """The likeliest choice.
+
+    Attributes:
+        best: Its number; the first of equal ones.
+        logprobs: Log-probability of each choice, normalised over the choices.
+    """
+
+    best: int
+    logprobs: list[float]
+
+    @property
+    def confidence(self) -> float:
+        """The probability of the likeliest choice among the choices."""
+        return exp(self.logprobs[self.best])
+
+
+def read_choice(scores: Sequence[float]) -> ChoiceReading:
+    """Find the likeliest choice and its probability among the choices.
+
+    Args:
+        scores: Log-likelihood of each choice.
+
+    Raises:
+        ValueError: No score is finite.
+
+    >>> round(read_choice([log(0.1), log(0.3)]).confidence, 4)
+    0.75
+    """
+    best = scores.index(max(scores))
+    highest = scores[best]
+    if not isfinite(highest):
+        raise ValueError(f"filtered_resps: expected a finite log-likelihood, got {highest}")
     log_total = log(sum(exp(score - highest) for score in scores))
-    return [min(score - highest - log_total, 0.0) for score in scores]
+    logprobs = [min(score - highest - log_total, 0.0) for score in scores]
+    return ChoiceReading(best, logprobs)
 
 
 def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, grade: object) -> int | None:

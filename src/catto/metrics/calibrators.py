@@ -369,7 +369,7 @@ CALIBRATORS: dict[str, type[ConfidenceCalibrator]] = {
 _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discriminator="kind")])
 
 
-def load_calibrator(path: Path) -> Calibrator:
+def read_calibrator(path: Path) -> Calibrator:
     """Read a calibrator that `catto calibrate fit` wrote; a bad file raises a DataError that names the field."""
     value = read_json(path)
     if isinstance(value, dict):

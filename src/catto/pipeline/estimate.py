@@ -22,8 +22,7 @@ from catto.pipeline.kinds.train import TrainSettings
 from catto.pipeline.stage import Stage, read_done, stage_dir
 from catto.recipe.settings import ModelSettings, Recipe, Resources, ScratchModel
 from catto.records import Split
-from catto.tasks import TASKS
-from catto.tasks.witnesses import SIZES
+from catto.tasks import TASKS, readings, witnesses
 
 
 class Card(NamedTuple):
@@ -38,6 +37,7 @@ class Card(NamedTuple):
 GPU = Card("A100", 312e12, 2.04e12, 80e9)
 # The share of the peak that a well-tuned training reaches.
 TRAINING_SHARE = 0.4
+MOST_CPU_PARAMETERS = 2e9  # larger models are not trained on a CPU
 # Operations/s that a training reaches on two CPU cores without bf16 instructions: 140 tokens/s of SmolLM2-135M.
 CPU_OPERATIONS = 0.11e12
 # Words of the embedded world, the vocabulary of a model from scratch.
@@ -213,6 +213,9 @@ def stage_resources(recipe: Recipe, stage: Stage, *, gpus: bool = True) -> Resou
 
 # ---- the estimate
 
+# How many questions a split of an embedded world has.
+GENERATED_COUNTS = {"witnesses": witnesses.SIZES, "readings": readings.READING_COUNTS}
+
 
 class PlanEstimate:
     """What the stages of a recipe need: questions, rows, tokens and requests."""
@@ -237,8 +240,8 @@ class PlanEstimate:
         split = settings.split
         task = settings.task
         count = getattr(settings.block, split)
-        if not count and task == "witnesses":
-            count = SIZES[split]
+        if not count and task in GENERATED_COUNTS:
+            count = GENERATED_COUNTS[task][split]
         if count is None and split != "train" and task in TASKS:
             count = TASKS[task].sample
         if count is None:
@@ -291,7 +294,7 @@ class PlanEstimate:
         if asking and teacher.source == "server":
             requests = sum(self.count_requests(stage) for stage in asking)
             millions = requests * teacher.max_tokens / 1e6
-            lines.append(f"teacher: {requests:,} requests, up to {millions:,.0f} million generated tokens")
+            lines.append(f"teacher: {requests:,} requests, up to {_format_amount(millions)} million generated tokens")
         return lines + self.describe_uncounted()
 
     def _describe_trainings(self, trainings: Sequence[Stage]) -> list[str]:
@@ -309,7 +312,7 @@ class PlanEstimate:
             f"up to {_format_amount(gpu_hours)} GPU hours at {self.tokens_per_second:,.0f} tokens/s "
             f"({TRAINING_SHARE:.0%} of an {GPU.name}'s {peak:.0f} TFLOP/s)"
         )
-        if self.parameters < 1e9:
+        if self.parameters < MOST_CPU_PARAMETERS:
             cpu_hours = gpu_hours * TRAINING_SHARE * GPU.operations / CPU_OPERATIONS
             lines.append(f"or up to {_format_amount(cpu_hours)} hours of two CPU cores")
         return lines

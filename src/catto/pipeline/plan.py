@@ -590,8 +590,9 @@ def _title_of(name: str, budget: Budget) -> str:
 _SIZES = {"train", "validation", "test"}
 # Which settings of a task are read, by where its questions come from.
 _READ = {
-    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels"},
+    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels", "grade", "tolerance"},
     "world": _SIZES | {"options", "witnesses", "reliabilities"},
+    "generated": _SIZES,
     "benchmark": _SIZES | {"data_dir", "files"},
 }
 
@@ -626,23 +627,28 @@ def _check_task(name: str, recipe: Recipe) -> None:
     if name not in TASKS and not block.own:
         expected = f"neither one of {', '.join(TASKS)} nor given a path"
         raise _TaskError(("tasks", name), f"tasks.{name}: {expected}{did_you_mean(name, TASKS)}")
-    kind = "benchmark"
-    if block.own:
-        kind = "own"
-    elif name == "witnesses":
-        kind = "world"
+    kind = _origin_of_questions(name, block)
     set_names = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
     unread = sorted(set_names - _READ[kind])
     if unread:
         problem = "not read for this task, so it would change nothing"
         raise _TaskError(("tasks", name, unread[0]), f"tasks.{name}.{unread[0]}: {problem}")
-    # The embedded world and users' files have splits for any seed, the benchmarks for a few.
-    if kind == "benchmark":
+    # The world of witnesses and users' files have splits for any seed, the other tasks for a few.
+    if kind in ("benchmark", "generated"):
         known = TASKS[name].seeds
         for seed in recipe.seeds:
             if seed not in known:
                 seeds = ", ".join(map(str, known))
                 raise _TaskError(("seeds",), f"seeds: {seed} is not one of {name}'s split seeds {seeds}")
+
+
+def _origin_of_questions(name: str, block: TaskSettings) -> str:
+    """Return where the questions of a task come from, a key of `_READ`."""
+    if block.own:
+        return "own"
+    if name == "witnesses":
+        return "world"
+    return "benchmark" if TASKS[name].generate is None else "generated"
 
 
 def check_places(source: str, recipe: Recipe) -> None:
@@ -653,7 +659,7 @@ def check_places(source: str, recipe: Recipe) -> None:
             where = f"tasks.{name}"
             if name == "witnesses" and not block.own:
                 witnesses.generate_questions("train", 0, seed=0, **block.world_options())
-            else:
+            elif block.own or TASKS[name].generate is None:
                 find_rows(find_task(name, block), block.files, block.data_dir)
         where = "model.path"
         if recipe.model.path is not None:

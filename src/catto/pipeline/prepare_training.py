@@ -25,6 +25,7 @@ from catto.training.checkpoints import LAST, checkpoint_arguments
 from catto.training.config import CATTOConfig
 from catto.training.examples import (
     Example,
+    TokenizedRow,
     count_pair_tokens,
     drop_too_long,
     locate_labels,
@@ -99,7 +100,12 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
     method = settings.method
     rows = list(read_records(job.inputs["teacher"] / "sft.jsonl", SftRow))
     short_enough = tokenize_responses(tokenizer, rows, settings.context)
-    examples = locate_labels(tokenizer, _draw_rows(short_enough, settings.block.rows, settings.seed))
+    drawn = _draw_rows(short_enough, settings.block.rows, settings.seed)
+    examples: Sequence[TokenizedRow]
+    if method.rcft_weight:
+        examples = locate_labels(tokenizer, drawn)
+    else:
+        examples = [TokenizedRow(row.question, ids) for row, ids in drawn]
     monitored_on = "traces" if method.stage == "sft" else "reasoning"
     validation: list[Example] = []
     if monitored_on in job.inputs:

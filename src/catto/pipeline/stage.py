@@ -141,7 +141,7 @@ def list_needed(goals: list[Stage]) -> list[Stage]:
     """Return the goals and all they need, each once (by key), what is needed first.
 
     >>> questions = Stage("questions", "questions snli", StageSettings())
-    >>> [stage.kind for stage in ordered([Stage("rows", "rows snli", StageSettings(), {"questions": questions})])]
+    >>> [stage.kind for stage in list_needed([Stage("rows", "rows snli", StageSettings(), {"questions": questions})])]
     ['questions', 'rows']
     """
     stages: dict[str, Stage] = {}

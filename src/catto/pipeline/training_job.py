@@ -22,6 +22,7 @@ from catto.pipeline import launch
 from catto.pipeline.kinds.train import TrainingJob
 from catto.pipeline.prepare_training import PreparedTraining, prepare_preference, prepare_supervised
 from catto.pipeline.stage import write_json
+from catto.prompts import JUDGEMENT_LABELS
 from catto.recipe.settings import ModelSettings
 from catto.records import SftRow
 from catto.training.checkpoints import newest_complete
@@ -140,7 +141,7 @@ def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
     if "start" in job.inputs:
         model, tokenizer = load_model(str(job.inputs["start"]), settings)
     elif settings.scratch is not None:
-        tokenizer = _make_tokenizer(job.inputs["teacher"] / "outcome.jsonl")
+        tokenizer = _make_tokenizer(job.inputs["teacher"])
         model = scratch_model(tokenizer, settings.scratch, job.settings.seed)
     else:
         model, tokenizer = load_model(settings.path or "", settings)
@@ -150,9 +151,12 @@ def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _make_tokenizer(rows_path: Path) -> Any:
-    """Make the tokenizer of a model from scratch: one token per word of the rows."""
-    rows = list(read_records(rows_path, SftRow))
+def _make_tokenizer(folder: Path) -> Any:
+    """Make the tokenizer of a model from scratch: one token per word of the teacher's rows."""
+    # The first file has every word of tasks with labels. Rows that judge an answer lack the words of its reasoning.
+    rows = list(read_records(folder / "outcome.jsonl", SftRow))
+    if rows and rows[0].labels == JUDGEMENT_LABELS:
+        rows += read_records(folder / "sft.jsonl", SftRow)
     texts = [message.content for row in rows for message in (*row.prompt, *row.completion)]
     answers = {f" {label}" for row in rows for label in row.labels}  # `<answer> A`: words that no row may have
     return word_tokenizer([*texts, *answers])

@@ -73,7 +73,7 @@ def shipped() -> dict[str, Path]:
     """Return the recipes that come with the package, by name.
 
     >>> sorted(shipped())
-    ['comparison', 'paper', 'quickstart', 'smollm2']
+    ['comparison', 'paper', 'quickstart', 'qwen-1.5b', 'smollm2']
     """
     return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.yaml"))}
 

@@ -126,7 +126,8 @@ class ResponseFields(Settings):
 class TeacherSettings(Settings):
     """How training questions become responses, and responses rows. Defaults are the paper's where it gives them."""
 
-    source: Literal["server", "transformers", "responses", "labels", "witnesses"] | None = None  # None: given in code
+    # None: given in code
+    source: Literal["server", "transformers", "responses", "labels", "witnesses", "readings"] | None = None
     model: str | None = None  # the server's name for it, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
     api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never stored
@@ -264,6 +265,9 @@ class TaskSettings(Settings):
         None  # file with one gold answer per line
     )
     labels: list[str] | None = None
+    # How answers without options are compared. Not part of a stage's key if None.
+    grade: Literal["exact", "number", "any-of"] | None = Field(default=None, exclude_if=lambda grade: grade is None)
+    tolerance: float | None = Field(default=None, ge=0, lt=1, exclude_if=lambda tolerance: tolerance is None)
     options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
     witnesses: int | None = None
     reliabilities: list[float] | None = None

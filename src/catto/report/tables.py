@@ -50,6 +50,7 @@ TASK_TITLES = {
     "commonsense_qa": "CommonsenseQA",
     "mmlu": "MMLU",
     "witnesses": "Witnesses",
+    "readings": "Readings",
 }
 BUDGET_TITLES: dict[Budget | None, str] = {"paper": "Paper's budget", "matched": "Matched budget"}
 SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of distribution"}

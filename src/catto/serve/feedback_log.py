@@ -12,7 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from catto.metrics.alarm import ALARM_LIMIT, ErrorRateAlarm
 from catto.metrics.errors import brier, ece
+from catto.records import Protocol
+from catto.serve.promise import ServedPromise
 
 logger = logging.getLogger("catto.serve")
 
@@ -20,12 +23,14 @@ MAX_PENDING_ANSWERS = 50_000
 # The rolling numbers are over this many graded answers.
 ROLLING_ANSWERS = 1000
 LOGGED_FIELDS = ("confidence", "confidence_raw", "label", "source", "k", "rule", "abstained")
+REFIT = "answers have no guarantee until catto calibrate fit has fitted calibrator and threshold again"
 
 
 class LogRow(BaseModel, extra="allow", frozen=True):
     """One answer in the log, with the `LOGGED_FIELDS`. `correct` is set once there is feedback.
 
-    `calibrator` is the digest of the calibrator that was applied.
+    `calibrator` is the digest of the calibrator that was applied, `promise` that of the promise that covers the answer.
+    `evidence` is that against the promise, with the feedback on this answer.
     """
 
     id: str
@@ -33,26 +38,34 @@ class LogRow(BaseModel, extra="allow", frozen=True):
     correct: bool | None = None
     model: str | None = None
     calibrator: str | None = None
+    promise: str | None = None
+    evidence: float | None = None
 
 
 class FeedbackLog:
     """Store answers in `<log>.pending.jsonl`, and append them to the log once they have feedback.
 
-    `catto measure` reads the log. Without a path, answers are kept in memory only.
+    `catto measure` reads the log. Without a path, answers are kept in memory only. Feedback on the answers of the
+    promise feeds `alarm`, which a restart computes again from the log.
 
     Args:
         path: The log, a file of JSON lines; None writes no file.
         model: The served model.
         calibrator: Digest of the calibrator; None without one.
+        promise: What the gateway promises about its answers; None if it promises nothing.
     """
 
-    def __init__(self, path: Path | None, model: str, calibrator: str | None) -> None:
+    def __init__(
+        self, path: Path | None, model: str, calibrator: str | None, promise: ServedPromise | None = None
+    ) -> None:
         self.path = path
         self.pending_path: Path | None = None
         if path is not None:
             self.pending_path = path.with_name(path.name.removesuffix(".jsonl") + ".pending.jsonl")
         self.model = model
         self.calibrator = calibrator
+        self.promise = promise
+        self.alarm = ErrorRateAlarm()
         self.pending: OrderedDict[str, str] = OrderedDict()  # as JSON, which takes a fifth of a row's memory
         self.graded: deque[LogRow] = deque(maxlen=ROLLING_ANSWERS)
         for row in _read_rows(self.pending_path):
@@ -60,18 +73,34 @@ class FeedbackLog:
         for row in _read_rows(self.path):
             self.pending.pop(row.id, None)
             self.graded.append(row)
+            self._watch_promise(row)
+
+    def _watch_promise(self, row: LogRow) -> float | None:
+        """Count an answer with feedback for the alarm; return the evidence, or None if no promise covers the answer."""
+        promise = self.promise
+        if promise is None or row.promise != promise.digest or row.model != self.model or row.correct is None:
+            return None
+        allowed_rate = promise.find_allowed_rate(row.confidence)
+        self.alarm.add_answer(is_wrong=not row.correct, allowed_rate=allowed_rate)
+        return self.alarm.evidence
 
     def _add_pending(self, row: LogRow) -> None:
         self.pending[row.id] = row.model_dump_json(exclude_none=True)
         if len(self.pending) > MAX_PENDING_ANSWERS:
             self.pending.popitem(last=False)
 
-    def add_answer(self, answer_id: str, about: Mapping[str, Any]) -> None:
+    def add_answer(self, answer_id: str, about: Mapping[str, Any], protocol: Protocol) -> None:
         """Store an answer that has a confidence; `about` is its `catto` object."""
         if about["confidence"] is None:
             return
         fields = {name: about[name] for name in LOGGED_FIELDS}
-        made_by = {"model": self.model, "calibrator": self.calibrator}
+        made_by: dict[str, Any] = {
+            "model": self.model,
+            "calibrator": self.calibrator,
+            "protocol": protocol.model_dump(),
+        }
+        if self.promise is not None and self.promise.covers(about):
+            made_by["promise"] = self.promise.digest
         row = LogRow.model_validate({"id": answer_id, "time": int(time.time()), **made_by, **fields})
         self._add_pending(row)
         _append_row(self.pending_path, row)
@@ -82,9 +111,34 @@ class FeedbackLog:
         if pending is None:
             return False
         row = LogRow.model_validate_json(pending).model_copy(update={"correct": correct})
+        was_raised = self.alarm.is_raised
+        row = row.model_copy(update={"evidence": self._watch_promise(row)})
+        if self.alarm.is_raised and not was_raised:
+            logger.warning("ALARM: %s; %s", self.describe_alarm(), REFIT)
         self.graded.append(row)
         _append_row(self.path, row)
         return True
+
+    def describe_alarm(self) -> str:
+        """Describe what the feedback says about the promise, in one sentence without a full stop."""
+        if self.promise is None:
+            return "nothing is promised, so there is no alarm"
+        count = f"{self.alarm.answers:,} answers with feedback"
+        if self.alarm.is_raised:
+            return f"{count} show that {self.promise.broken_text}"
+        return (
+            f"{count}; evidence that {self.promise.broken_text}: {self.alarm.evidence:.3g} (alarm at {ALARM_LIMIT:g})"
+        )
+
+    def summarise_alarm(self) -> dict[str, float]:
+        """Return the numbers of the alarm; none without a promise."""
+        if self.promise is None:
+            return {}
+        return {
+            "catto_alarm": float(self.alarm.is_raised),
+            "catto_alarm_evidence": self.alarm.evidence,
+            "catto_alarm_answers": self.alarm.answers,
+        }
 
     def summarise_rolling(self) -> dict[str, float]:
         """Measure the calibration of the last graded answers of this model with this calibrator."""

@@ -34,6 +34,7 @@ from catto.records import Option, Protocol
 from catto.serve.answering import Answerer, AnswerRequest, GatewayAnswer, ServedQuestion, run_in_thread
 from catto.serve.feedback_log import FeedbackLog
 from catto.serve.metrics import GatewayMetrics
+from catto.serve.promise import make_promise, withdraw_promise
 from catto.serve.requests import ChatRequest, Feedback
 
 logger = logging.getLogger("catto.serve")
@@ -160,7 +161,8 @@ class Gateway:
         self.limits = limits
         self.model = answerer.engine.model
         calibrator = answerer.fitted.digest if answerer.fitted else None
-        self.log = FeedbackLog(log, self.model, calibrator)
+        promise = make_promise(answerer.fitted, answerer.threshold)
+        self.log = FeedbackLog(log, self.model, calibrator, promise)
         self.metrics = GatewayMetrics(self.log, answerer.engine)
         self._in_flight = 0
 
@@ -199,8 +201,10 @@ class Gateway:
             self.metrics.in_flight.set(self._in_flight)
         if answer is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if self.log.alarm.is_raised:
+            answer = answer._replace(catto=withdraw_promise(answer.catto))
         self.metrics.count_answer(answer.catto)
-        self.log.add_answer(asked.question.id, answer.catto)
+        self.log.add_answer(asked.question.id, answer.catto, asked.protocol)
         head = {"id": asked.question.id, "created": int(time.time()), "model": self.model}
         if not body.stream:
             return JSONResponse(_render_completion(head, answer))
@@ -320,7 +324,12 @@ def run_gateway(gateway: Gateway, host: str, port: int) -> None:
 
 def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str, Any]:
     message = {"role": "assistant", "content": answer.text, "refusal": None}
-    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": answer.finish_reason,
+        "logprobs": _render_logprobs(answer),
+    }
     return {
         **head,
         "object": "chat.completion",
@@ -328,6 +337,11 @@ def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str,
         "usage": answer.usage,
         "catto": answer.catto,
     }
+
+
+def _render_logprobs(answer: GatewayAnswer) -> dict[str, Any]:
+    """Render the `catto` object as a choice's log-probabilities: LangChain keeps these and drops unknown fields."""
+    return {"content": None, "refusal": None, "catto": answer.catto}
 
 
 def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: bool) -> str:
@@ -340,7 +354,9 @@ def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: b
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         chunks.append({"choices": [choice]})
-    chunks[-1]["choices"][0]["finish_reason"] = answer.finish_reason
+    last_choice = chunks[-1]["choices"][0]
+    last_choice["finish_reason"] = answer.finish_reason
+    last_choice["logprobs"] = _render_logprobs(answer)
     chunks[-1]["catto"] = answer.catto
     if include_usage:
         chunks.append({"choices": [], "usage": answer.usage, "catto": answer.catto})

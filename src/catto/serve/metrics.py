@@ -23,10 +23,12 @@ class _ScrapedNumbers(Collector):
         self.engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the upstream's retries and the rolling calibration."""
+        """Yield the upstream's retries, the rolling calibration and the alarm."""
         yield CounterMetricFamily("catto_upstream_retries", "Retried upstream requests", value=self.engine.retries)
         for name, value in self.log.summarise_rolling().items():
             yield GaugeMetricFamily(name, "Calibration of the last answers with feedback", value=value)
+        for name, value in self.log.summarise_alarm().items():
+            yield GaugeMetricFamily(name, "Whether feedback shows that the promise is broken", value=value)
 
 
 class GatewayMetrics:

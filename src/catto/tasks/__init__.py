@@ -1,4 +1,4 @@
-"""Where questions come from: the table of benchmarks, a user's own file, and the embedded world of witnesses."""
+"""Where questions come from: the table of benchmarks, a user's own file, and two embedded worlds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from catto.records import Question, Split
-from catto.tasks import witnesses
+from catto.tasks import readings, witnesses
+from catto.tasks.answer_map import AnswerMap
 from catto.tasks.fields import FieldMap, Raw, convert_texts, get_field, get_text
 from catto.tasks.splits import Cut, Draft, draw_permutation
 
@@ -31,7 +32,7 @@ class Task:
 
     Attributes:
         name: Name of the task.
-        labels: The labels of the options, in the order in which a prompt lists them.
+        labels: The labels of the options, in the order in which a prompt lists them; none without options.
         licence: Licence of the data.
         source: Who published the data.
         maps: Which field of a row is which; the map that fits the first row of a file best is used.
@@ -56,7 +57,7 @@ class Task:
     labels: tuple[str, ...]
     licence: str
     source: str
-    maps: tuple[FieldMap, ...] = ()
+    maps: tuple[FieldMap | AnswerMap, ...] = ()
     parse: RowParser | None = None
     generate: QuestionGenerator | None = None
     hub: str | None = None
@@ -77,7 +78,7 @@ class Task:
         if self.parse is not None:
             return self.parse
 
-        def surplus_of_known_fields(field_map: FieldMap) -> int:
+        def surplus_of_known_fields(field_map: FieldMap | AnswerMap) -> int:
             present = field_map.top_level_fields & raw.keys()
             absent = field_map.top_level_fields - raw.keys()
             return len(present) - len(absent)
@@ -148,11 +149,16 @@ def _generate_witnesses(split: Split, limit: int | None, seed: int) -> Iterator[
     return witnesses.generate_questions(split, limit, seed=seed)
 
 
+def _generate_readings(split: Split, limit: int | None, seed: int) -> Iterator[Question]:
+    return readings.generate_sums(split, limit, seed=seed)
+
+
 # Task -> what the table cannot hold.
 _CODE: dict[str, dict[str, Any]] = {
     "reward_bench_2": {"parse": parse_reward_bench_2},
     "tldr": {"parse": parse_tldr},
     "witnesses": {"generate": _generate_witnesses},
+    "readings": {"generate": _generate_readings},
 }
 
 

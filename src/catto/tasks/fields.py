@@ -71,7 +71,7 @@ def convert_texts(name: str, value: object) -> tuple[str, ...]:
     return tuple(str(item) for item in value)
 
 
-def _fill_template(template: str, raw: Raw) -> str:
+def fill_template(template: str, raw: Raw) -> str:
     """Put the row's fields into a template such as "{passage} {question}"; a bare name is the field itself."""
     if "{" not in template:
         return get_text(raw, template)
@@ -179,7 +179,7 @@ class FieldMap:
             return "no_gold_label"
         (gold,) = golds.values()
         templates = self._question_templates()
-        fields = {name: _fill_template(template, raw) for name, template in templates.items()}
+        fields = {name: fill_template(template, raw) for name, template in templates.items()}
         is_empty = not any(value.strip() for value in fields.values())
         if is_empty:
             raise ValueError(f"{' and '.join(templates.values())} is empty")

@@ -16,7 +16,7 @@ from catto.recipe.settings import is_task_file
 from catto.records import SPLITS, Option, Question, Split, content_hash
 from catto.tasks import splits
 from catto.tasks.benchmarks import TASKS, Files, QuestionGenerator, RowParser, Task
-from catto.tasks.fields import ANSWER, SourceRow
+from catto.tasks.fields import ANSWER, FieldMap, SourceRow
 from catto.tasks.splits import Cut, Draft, SplitEntry
 
 # Names of files in a folder, where no pattern of the task's own matches.
@@ -281,7 +281,8 @@ class Loaded:
     def _read_next(self) -> Question:
         question = next(self.questions)
         self.report.kept += 1
-        self.report.gold[question.gold] += 1
+        if question.has_labels:
+            self.report.gold[question.gold] += 1
         return question
 
 
@@ -354,9 +355,10 @@ def _generate_questions(generate: QuestionGenerator, limit: int | None, report: 
 
 def _with_answer_style(task: Task, source: RowSource) -> Task:
     """Infer what the answers of a user's own file are, where the user has not said so."""
-    if not task.maps or task.maps[0].style is not None:
+    first_map = next(iter(task.maps), None)
+    if not isinstance(first_map, FieldMap) or first_map.style is not None:
         return task
-    inferred = task.maps[0].infer_style(_all_rows(source))
+    inferred = first_map.infer_style(_all_rows(source))
     if inferred.doubt is not None:
         raise inferred.doubt
     return replace(task, maps=(inferred.field_map,))
@@ -541,7 +543,8 @@ class QuestionLoader:
                     report.dropped[draft] += 1
                 continue
             if draft.id is None:
-                content_id = content_hash([draft.fields, draft.options, draft.gold])
+                answers = draft.accepted or draft.gold
+                content_id = content_hash([draft.fields, draft.options, answers])
                 question_id = f"{content_id}-{seen[content_id]}"
                 seen[content_id] += 1
             else:
@@ -562,6 +565,17 @@ class QuestionLoader:
 
     def _make_question(self, question_id: str, draft: Draft) -> Question:
         """Make the question, with its options in their final order."""
+        if draft.accepted:
+            return Question(
+                id=question_id,
+                task=self.task.name,
+                split=self.split,
+                fields=draft.fields,
+                gold=draft.accepted[0],
+                accepted=draft.accepted,
+                grade=draft.grade,
+                tolerance=draft.tolerance,
+            )
         order = self._option_order(question_id, draft)
         labels = self.task.labels
         if draft.options == labels:  # words that are their own labels keep them wherever they are listed

@@ -1,4 +1,4 @@
-"""A user's own multiple-choice file as a task: a map of its fields, stated or proposed from their names and values."""
+"""A user's own file as a task: a map of its fields, stated or proposed from their names and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 from catto.errors import DataError, join_names
 from catto.recipe.settings import TaskSettings
-from catto.records import SPLITS, Split, checked_name
+from catto.records import GRADES, SPLITS, Grade, Split, checked_name
+from catto.tasks.answer_map import AnswerMap
 from catto.tasks.benchmarks import TASKS, Files, Task
 from catto.tasks.fields import ANSWER, LETTERS, PLACEHOLDER, FieldMap, SourceRow, Style, find_single_mark
 from catto.tasks.loading import find_rows
@@ -19,8 +20,8 @@ from catto.tasks.splits import Cut
 
 Fields = Mapping[str, str | Sequence[str] | Mapping[str, str]]
 ProposedFields = dict[str, str | list[str]]
-_NEEDED = ("question", "options", "answer")
-_OPTIONAL = ("labels", "id", "group")
+_NEEDED = ("question", "answer")
+_OPTIONAL = ("options", "labels", "id", "group")
 _HELD_OUT_SHARE = 0.1
 
 PROPOSAL_ROWS = 50  # first rows that a proposed map must fit
@@ -28,6 +29,7 @@ PROPOSAL_ROWS = 50  # first rows that a proposed map must fit
 _USUAL_NAMES = {
     "question": ("question", "(question_)?stem", "query", "goal", "prompt", "sentence", "ctx", "premise", "text"),
     "context": ("passage", "article", "context", "support", "paragraph", "premise"),
+    "short answer": ("answers?", "aliases", "targets?", "solution"),
     "answer": ("answer_?key", "answer(_idx)?", "correct_(answer|option)", "cop", "labels?", "gold", "key"),
 }
 _OPTIONS = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
@@ -45,10 +47,14 @@ def from_file(
     answer: Style | None = None,
     answers: str | Path | Files | None = None,
     labels: Sequence[str] | None = None,
+    grade: Grade | None = None,
+    tolerance: float | None = None,
     name: str = "own",
     seeds: Sequence[int] = (),
 ) -> Task:
     """Make a task of a file, or of one file per split.
+
+    Without `options` in the map, the questions are answered by a short text or a number.
 
     One file is cut into 80 % training, 10 % validation and 10 % test. Training leaves out what any of `seeds` holds
     out, by default the one seed that is loaded: that leaves 80 % for training, with five seeds a third.
@@ -60,6 +66,8 @@ def from_file(
         answer: What the answer is; None infers what fits all rows.
         answers: A file with one answer per line, instead of a field.
         labels: The labels in option order that answers use, where the rows have none.
+        grade: How answers without options are compared; None takes `any-of` for a list and `exact` otherwise.
+        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
         name: Name of the task.
         seeds: Seeds whose held-out questions are not trained on.
 
@@ -76,10 +84,26 @@ def from_file(
         if isinstance(path, Mapping) and len(path) > 1 and not isinstance(answers, Mapping):
             raise ValueError("answers: expected one file for each split that has a file")
         fields = {**fields, "answer": ANSWER}
-    row_map = field_map(fields, answer, labels)
     files = _list_paths(path)
     if answers is not None and not isinstance(answers, Mapping):
         answers = dict.fromkeys(files, answers)
+    if "options" not in fields:
+        if answer is not None or labels:
+            raise ValueError("fields: options is missing: only questions with options have labels or an answer style")
+        return Task(
+            name=checked_name(name, "task"),
+            labels=(),
+            licence="not stated",
+            source=_join_paths(files),
+            maps=(answer_map(fields, grade, tolerance),),
+            cut=_cut_missing_splits(files),
+            seeds=tuple(seeds),
+            files=files,
+            answers=answers,
+        )
+    if grade is not None or tolerance is not None:
+        raise ValueError("grade and tolerance: only for questions without options, remove options from the fields")
+    row_map = field_map(fields, answer, labels)
     word_labels = _word_labels(row_map)
     return Task(
         name=checked_name(name, "task"),
@@ -165,6 +189,26 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
     return FieldMap(**values)
 
 
+def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | None = None) -> AnswerMap:
+    """Check the names of a map without options and make an `AnswerMap` of it.
+
+    Args:
+        fields: Part of the map -> the names in the file.
+        grade: How answers are compared; None is decided by each row.
+        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
+    """
+    _check_names(fields)
+    if grade is not None and grade not in GRADES:
+        raise ValueError(f"grade {grade!r} is not one of {', '.join(GRADES)}")
+    if tolerance is not None and grade != "number":
+        raise ValueError("tolerance: only for the grade number")
+    if "labels" in fields:
+        raise ValueError("fields: labels: expected options too")
+    values: dict[str, Any] = {**fields}
+    values["question"] = _check_question(values["question"])
+    return AnswerMap(**values, grade=grade, tolerance=tolerance or 0.0)
+
+
 def _check_names(fields: Fields) -> None:
     known = _NEEDED + _OPTIONAL
     for name, value in fields.items():
@@ -194,7 +238,7 @@ def own_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
     path = block.files or block.path
     if path is None:
         raise ValueError("path or files: the file of the questions is missing")
-    options: dict[str, Any] = block.model_dump(include={"answer", "answers", "labels"})
+    options: dict[str, Any] = block.model_dump(include={"answer", "answers", "labels", "grade", "tolerance"})
     return from_file(path, fields=block.fields or {}, name=name, seeds=seeds, **options)
 
 
@@ -238,7 +282,11 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
         raise DataError(source.parts[first_split][0].name, None, "has no rows")
     values = _flatten_fields(rows[0].fields)
     has_answer_file = bool(answers)
-    for candidate in _candidate_maps(values, has_answer_file=has_answer_file):
+    candidates = [
+        *_candidate_maps(values, has_answer_file=has_answer_file),
+        *_candidate_open_maps(values, has_answer_file=has_answer_file),
+    ]
+    for candidate in candidates:
         if _fits_rows(candidate, rows):
             if has_answer_file:
                 del candidate["answer"]
@@ -275,6 +323,16 @@ def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iter
             question = _propose_question(values, used)
             if question is not None:
                 yield {"question": question, "options": choices, "answer": answer}
+
+
+def _candidate_open_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
+    """Yield maps without options, the likeliest first, unless the rows hold several questions."""
+    if any(_holds_several_questions(value) for value in values.values()):
+        return
+    for answer in [ANSWER] if has_answer_file else _usual_fields(values, "short answer"):
+        question = _propose_question(values, {answer})
+        if question is not None:
+            yield {"question": question, "answer": answer}
 
 
 def _candidate_options(values: Mapping[str, Any]) -> list[str | list[str]]:
@@ -326,7 +384,12 @@ def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
 
 def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
     try:
-        field_map(fields).infer_style(rows)
+        if "options" in fields:
+            field_map(fields).infer_style(rows)
+        else:
+            open_map = answer_map(fields)
+            for row in rows:
+                open_map.parse_row(row.fields)
     except ValueError:
         return False
     return True

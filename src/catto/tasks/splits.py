@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from catto.records import Split
+from catto.records import Grade, Split
 
 _AND = r"\)?\s*(?:,|&|/|\band\b|\bor\b|\bnor\b)+\s*\(?"
 _NAMES_LETTERS = re.compile(
@@ -38,6 +38,9 @@ class Draft:
     gold: int
     id: str | None = None  # the source's own id; None where the release has none
     group: str | None = None  # rows of one group never fall into two parts cut from one file
+    accepted: tuple[str, ...] = ()  # the accepted answers of a question without options
+    grade: Grade | None = None
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,21 @@ def digest(*parts: object) -> bytes:
         text = str(part)
         preimage += f"{len(text)}:{text}"
     return hashlib.sha256(preimage.encode()).digest()
+
+
+# All possible texts of a generated question fall into ten equal shares, and each split has its own: no text is in two
+# splits, whatever the seeds.
+GENERATED_SHARES: dict[Split, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
+
+
+def owns_generated(text: str, split: Split) -> bool:
+    """Return whether a generated question with this text belongs to the split.
+
+    >>> [split for split in GENERATED_SHARES if owns_generated("75% says A", split)]
+    ['train']
+    """
+    share = digest("share", text)[0] * 10 // 256
+    return share in GENERATED_SHARES[split]
 
 
 def draw_permutation(key: str, count: int) -> list[int]:

@@ -14,16 +14,13 @@ from string import ascii_uppercase
 from typing import NamedTuple
 
 from catto.records import Option, Question, Split, content_hash
-from catto.tasks.splits import digest
+from catto.tasks.splits import digest, owns_generated
 
 RELIABILITIES = (0.35, 0.5, 0.75)
 SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
 # How often the teacher quotes a witness who names its answer, and one who does not.
 QUOTE_SUPPORT = 0.9
 QUOTE_OTHER = 0.3
-# All possible sets of statements fall into ten equal shares, and each split has its own: no set is in two splits,
-# whatever the seeds.
-_SHARES: dict[Split, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 _MAX_TRIES = 10_000
 
 _ASK = "Where is the coin?"
@@ -132,8 +129,7 @@ def _draw_question(question_id: str, split: Split, world: WitnessWorld) -> Quest
         statements = _draw_statements(draws, gold, world)
         text = _join_statements(statements)
         # Decided by the statements alone, so that P(gold | statements) stays what Bayes' rule says.
-        share = digest("share", text)[0] * 10 // 256
-        if share not in _SHARES[split]:
+        if not owns_generated(text, split):
             continue
         labels = ascii_uppercase[: world.options]
         probabilities = posterior(statements, world.options)

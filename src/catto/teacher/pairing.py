@@ -15,9 +15,10 @@ from pydantic import Field
 
 from catto.engines import model_name
 from catto.engines.replies import count_reasons
-from catto.prompts import render_completion
+from catto.prompts import JUDGEMENT_LABELS, render_completion, render_judgement, render_messages
 from catto.recipe.settings import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
+from catto.tasks.readings import judge_sum, state_confidence
 
 EXAMPLES = 3  # responses that a summary shows
 
@@ -58,18 +59,59 @@ class AnsweredQuestion(NamedTuple):
 
 
 def sft_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
-    """Yield a row for every correct response; without reasoning only one, since the others have the same text."""
+    """Yield a row for every correct response; without reasoning only one, since the others have the same text.
+
+    The teacher of the world of readings also teaches to state a confidence and to judge an answer.
+    """
     correct = group.right
     if not settings.reasoning:
         correct = correct[:1]
     for response in correct:
         yield _make_sft_row(group, response, settings)
+    if settings.source == "readings":
+        for response in correct:
+            yield _stated_confidence_row(group, response, settings)
+        yield from _correct_judgements(group, settings)
+
+
+def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
+    """Return the row of a response of the world of readings, asked for a confidence too."""
+    assert response.label is not None
+    prompt = render_messages(group.question, reasoning=settings.reasoning, confidence=True)
+    (turn,) = _render_turn(response, settings)
+    confidence = state_confidence(group.question, response.label, response.temperature or 1.0)
+    stated = Message(role="assistant", content=f"{turn.content}\n<confidence>{confidence}</confidence>")
+    return SftRow(**group.columns | {"prompt": prompt}, completion=(stated,), label=response.label)
+
+
+def _correct_judgements(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
+    """Yield what the teacher of the world of readings rightly says of its own answers, right or wrong."""
+    for response in group.responses:
+        if response.label is None:
+            continue
+        is_called_right = judge_sum(group.question, response.label, response.temperature or 1.0, response.seed or 0)
+        if is_called_right == response.correct:
+            yield judgement_row(group, response, settings)
 
 
 def outcome_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
-    """Yield a row for every response, right or wrong."""
+    """Yield a row for every response, right or wrong; for a question without options, one that judges the answer."""
     for response in group.responses:
-        yield _make_sft_row(group, response, settings)
+        if group.question.has_labels:
+            yield _make_sft_row(group, response, settings)
+        elif response.label is not None:
+            yield judgement_row(group, response, settings)
+
+
+def judgement_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
+    """Return a row whose prompt asks whether a response's answer is right, and whose labels are True and False."""
+    assert response.label is not None
+    prompt = render_judgement(group.question, response.label, reasoning=settings.reasoning)
+    right_label, wrong_label = JUDGEMENT_LABELS
+    label = right_label if response.correct else wrong_label
+    columns = group.columns | {"prompt": prompt, "labels": JUDGEMENT_LABELS, "gold": label}
+    completion = (Message(role="assistant", content=render_completion(None, label)),)
+    return SftRow(**columns, completion=completion, label=label)
 
 
 def stream_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
@@ -77,6 +119,8 @@ def stream_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[
 
     The votes are the share of each label among the responses that have one; None if none has.
     """
+    if not group.question.has_labels:
+        raise ValueError(f"question {group.question.id}: votes are of labels, and the question has no options")
     row = _make_sft_row(group, group.responses[0], settings)
     yield row.model_copy(update={"votes": _count_votes(group)})
 
@@ -117,7 +161,7 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
             **group.columns,
             chosen=_render_turn(pair.chosen, settings),
             rejected=_render_turn(pair.rejected, settings),
-            chosen_label=group.question.gold,
+            chosen_label=pair.chosen.label or group.question.gold,
             rejected_label=pair.rejected.label,
         )
 

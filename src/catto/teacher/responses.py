@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from catto.answer.forms import VERSION
-from catto.answer.response import parse_answer
+from catto.answer.grading import grade_answer
+from catto.answer.response import find_answer_text, parse_answer
 from catto.engines import Engine, Generation, Request
 from catto.engines.replies import RefusalCap
 from catto.io import atomic, record_files
@@ -39,6 +40,7 @@ CHARACTERS_PER_TOKEN = 4
 # Source -> why asking it costs nothing.
 FREE = {
     "witnesses": "the built-in teacher writes its responses here, without a model",
+    "readings": "the built-in teacher writes its responses here, without a model",
     "labels": "labels are drawn here, without a model",
     "responses": "the responses are read from a file",
 }
@@ -312,15 +314,21 @@ def answered_questions(
 
 def _parse_generation(generation: Generation, question: Question, sampling: DrawnSampling | None) -> Response:
     """Read the answer of a generation. Reasoning in the text takes precedence over what the server returned apart."""
-    answer = parse_answer(generation.text, question, cut=generation.finish_reason == "length")
+    is_cut = generation.finish_reason == "length"
+    answer = parse_answer(generation.text, question, cut=is_cut)
+    label = answer.label
+    correct = label == question.gold
+    if question.grade is not None:
+        label = find_answer_text(generation.text, cut=is_cut)
+        correct = label is not None and grade_answer(label, question.accepted or (), grade=question.grade)
     columns = generation.model_dump(exclude={"reasoning", "tops"})
     return Response(
         **columns,
         temperature=None if sampling is None else sampling.temperature,
         seed=None if sampling is None else sampling.seed,
         reasoning=answer.reasoning or generation.reasoning,
-        label=answer.label,
-        correct=answer.label == question.gold,
+        label=label,
+        correct=correct,
     )
 
 

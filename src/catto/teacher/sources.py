@@ -18,6 +18,7 @@ from catto.prompts import render_completion, render_messages
 from catto.recipe.settings import ResponseFields, TeacherSettings
 from catto.records import Question
 from catto.redaction import secret_texts
+from catto.tasks.readings import respond_with_sum
 from catto.tasks.witnesses import respond
 
 
@@ -51,7 +52,7 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may
             if settings.model is None:
                 raise ValueError("model: needed for source transformers")
             return TransformersEngine.load(settings.model, batch_size=settings.concurrency)
-        case "witnesses" | "labels":
+        case "witnesses" | "readings" | "labels":
             return BuiltInTeacher(settings.source, questions)
         case "responses":
             return StoredResponses(settings.responses or "", settings.fields, questions, may_be_empty=may_be_empty)
@@ -61,9 +62,10 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may
 class BuiltInTeacher(Engine):
     """A teacher that needs no model.
 
-    `witnesses` is the embedded world's, who draws from the true posterior at the request's temperature. `labels`, for
-    answer-first tasks, draws every label with equal probability: n draws per question give right and wrong answers
-    without a model, so rows and pairs cost nothing and the pairs carry no information beyond the gold label.
+    `witnesses` and `readings` are those of the embedded worlds, who draw from the true posterior at the request's
+    temperature. `labels`, for answer-first tasks, draws every label with equal probability: n draws per question give
+    right and wrong answers without a model, so rows and pairs cost nothing and the pairs carry no information beyond
+    the gold label.
     """
 
     def __init__(self, name: str, questions: Sequence[Question]) -> None:
@@ -84,6 +86,9 @@ class BuiltInTeacher(Engine):
         if self.name == "witnesses":
             reasoning, label = respond(question, request.temperature, request.seed)
             return render_completion(reasoning, label)
+        if self.name == "readings":
+            reasoning, answer = respond_with_sum(question, request.temperature, request.seed)
+            return render_completion(reasoning, answer)
         # Sorted, since the order in which the options are listed must not change what is drawn.
         label = random.Random(request.seed).choice(sorted(question.labels))
         return render_completion(None, label)

@@ -42,17 +42,23 @@ class Label(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Example:
-    """One response ready to train on: the question's id, its tokens and its label."""
+class TokenizedRow:
+    """One response ready to train on: the question's id and its tokens."""
 
     question: str
     row: Row
-    label: Label
 
     @property
     def tokens(self) -> int:
         """Number of tokens of prompt and completion."""
         return len(self.row.prompt) + len(self.row.completion)
+
+
+@dataclass(frozen=True)
+class Example(TokenizedRow):
+    """One response whose label is known: what the losses of the label token read."""
+
+    label: Label
 
     def before_label(self) -> Row:
         """Return the row up to the label, whose last position predicts the label."""

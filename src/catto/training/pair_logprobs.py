@@ -18,19 +18,26 @@ MOST_TOKENS = 32_768
 
 
 class TokenizedPair(NamedTuple):
-    """The token ids of a pair, and the index of the label's token in each of its responses."""
+    """The token ids of a pair, and the index of the label's token in each response; None where answers have none."""
 
     question: str
     chosen: Row
     rejected: Row
-    chosen_label_at: int
-    rejected_label_at: int
+    chosen_label_at: int | None
+    rejected_label_at: int | None
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the longer of its two sequences."""
         longer_response = max(len(self.chosen.completion), len(self.rejected.completion))
         return len(self.chosen.prompt) + longer_response
+
+
+class ReasoningLogprobs(NamedTuple):
+    """The summed log-probabilities of both reasonings; None where they are the same, or end at no label."""
+
+    chosen: float | None
+    rejected: float | None
 
 
 def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
@@ -41,17 +48,18 @@ def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: in
         if max_length is not None and count_pair_tokens(columns) > max_length:
             continue
         responses = {}
-        labels = {}
+        label_places: dict[str, int | None] = {"chosen": None, "rejected": None}
         for side in ("chosen", "rejected"):
             where = f"question {row.question}, {side}"
             responses[side] = Row(columns["prompt_ids"], columns[f"{side}_ids"])
-            labels[side], _ = find_label(tokenizer, responses[side].completion, row.labels, where)
+            if row.labels:
+                label_places[side], _ = find_label(tokenizer, responses[side].completion, row.labels, where)
         pair = TokenizedPair(
             question=row.question,
             chosen=responses["chosen"],
             rejected=responses["rejected"],
-            chosen_label_at=labels["chosen"],
-            rejected_label_at=labels["rejected"],
+            chosen_label_at=label_places["chosen"],
+            rejected_label_at=label_places["rejected"],
         )
         pairs.append(pair)
     return pairs
@@ -127,19 +135,22 @@ def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) ->
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
     """Sum the tokens after the common beginning of both responses; see `PairLogprobs`."""
     same = count_common(list(pair.chosen.completion), list(pair.rejected.completion))
-    chosen_end = pair.chosen_label_at
-    rejected_end = pair.rejected_label_at
-    same_reasoning = min(same, chosen_end, rejected_end)
-    chosen_reasoning = None
-    rejected_reasoning = None
-    reasonings_differ = same_reasoning < max(chosen_end, rejected_end)
-    if reasonings_differ:
-        chosen_reasoning = sum(chosen[same_reasoning:chosen_end])
-        rejected_reasoning = sum(rejected[same_reasoning:rejected_end])
+    reasoning = ReasoningLogprobs(None, None)
+    if pair.chosen_label_at is not None and pair.rejected_label_at is not None:
+        reasoning = _sum_reasoning(chosen[: pair.chosen_label_at], rejected[: pair.rejected_label_at], same=same)
     return PairLogprobs(
         question=pair.question,
         chosen=sum(chosen[same:]),
         rejected=sum(rejected[same:]),
-        chosen_reasoning=chosen_reasoning,
-        rejected_reasoning=rejected_reasoning,
+        chosen_reasoning=reasoning.chosen,
+        rejected_reasoning=reasoning.rejected,
     )
+
+
+def _sum_reasoning(chosen: Sequence[float], rejected: Sequence[float], *, same: int) -> ReasoningLogprobs:
+    """Sum the tokens of two reasonings after their common beginning, which is at most `same` tokens long."""
+    same_reasoning = min(same, len(chosen), len(rejected))
+    reasonings_differ = same_reasoning < max(len(chosen), len(rejected))
+    if not reasonings_differ:
+        return ReasoningLogprobs(None, None)
+    return ReasoningLogprobs(sum(chosen[same_reasoning:]), sum(rejected[same_reasoning:]))

@@ -20,9 +20,12 @@ from catto.answer.tokens import LabelPosition, UnreadableLabelError, locate_labe
 from catto.engines import ScoredGeneration
 from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import read_records
+from catto.io.text_files import parse_object, read_lines
 from catto.predict import generate, read
 from catto.prompts import prompt_ids, render_messages
-from catto.records import Question, content_hash
+from catto.records import SPLITS, Question, content_hash
+from catto.tasks import from_file, load_questions
+from catto.tasks.own_file import propose, task_name
 from catto.training.batches import Row
 from catto.training.config import CATTOConfig
 from catto.training.examples import Example, Label
@@ -43,13 +46,45 @@ class SamplingSettings(TypedDict):
 
 
 def load_calibration_questions(source: Sequence[Question] | str) -> list[Question]:
-    """Return the questions of a file of records, one JSON object per line, or those that are given."""
-    if isinstance(source, str):
+    """Return the questions of a file, or those that are given.
+
+    Args:
+        source: Questions, or a file of them: `catto.records.Question` records, or a table of multiple-choice questions
+            whose fields have usual names, such as `question`, `choices` and `answer`.
+
+    Raises:
+        DataError: The file is missing or broken, or the meaning of its fields is unclear.
+        ValueError: There is no question.
+    """
+    if not isinstance(source, str):
+        questions = list(source)
+    elif is_question_file(Path(source)):
         questions = list(read_records(Path(source), Question))
     else:
-        questions = list(source)
+        questions = read_own_questions(source)
     if not questions:
         raise ValueError(f"calibration_questions: there is no question in {source!r}")
+    return questions
+
+
+def is_question_file(path: Path) -> bool:
+    """Return whether the first line of a file is a `Question` record."""
+    if path.suffix != ".jsonl":
+        return False
+    for row, line in read_lines(path):
+        fields = parse_object(path, row, line)
+        return {"id", "task", "fields", "options", "gold"} <= fields.keys()
+    return False
+
+
+def read_own_questions(file: str) -> list[Question]:
+    """Return all questions of a user's own file; its fields are found by their names and values."""
+    fields = propose({"train": file})
+    logger.info("calibration_questions: %s is read with the fields %s", file, fields)
+    task = from_file(file, fields=fields, name=task_name(file))
+    questions: list[Question] = []
+    for split in SPLITS:
+        questions.extend(load_questions(task, split))
     return questions
 
 

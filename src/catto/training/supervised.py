@@ -24,7 +24,7 @@ from catto.objectives import rcft_loss, smoothed_nll
 from catto.training import forward
 from catto.training.batches import Batch, lay_out_rows
 from catto.training.config import option, warn_of_slow_bf16
-from catto.training.examples import Example, label_queries
+from catto.training.examples import Example, TokenizedRow, label_queries
 from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missing_dataset
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ RCFT_BINS = 10
 Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
-def collate_examples(examples: list[Example], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
+def collate_examples(examples: Sequence[TokenizedRow], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
     """Make the batch of one forward; Transformers counts the tokens of a step by its labels."""
     queries = []
     if reads_labels:
-        queries = label_queries(examples)
+        queries = label_queries([example for example in examples if isinstance(example, Example)])
     rows = [example.row for example in examples]
     batch = lay_out_rows(rows, queries, len(rows), pad, shared=packed, packed=packed)
     names = [example.question for example in examples]
@@ -68,7 +68,7 @@ class SupervisedTrainer(MonitoredTrainer):
         self,
         model: Any,
         args: SupervisedConfig,
-        examples: Sequence[Example],
+        examples: Sequence[TokenizedRow],
         processing_class: Any,
         *,
         validation: Sequence[Example] = (),
@@ -78,6 +78,8 @@ class SupervisedTrainer(MonitoredTrainer):
     ) -> None:
         if not examples:
             raise ValueError("there is no example to train on")
+        if rcft_weight > 0 and not all(isinstance(example, Example) for example in examples):
+            raise ValueError("RCFT reads the label of every response: expected examples with labels")
         self.validation = validation
         self.epsilon = epsilon
         self.bins = bins

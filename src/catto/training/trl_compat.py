@@ -1,23 +1,58 @@
 """Every private part of TRL that training depends on. Nothing else in the package may name one.
 
-All of it holds for TRL 1.16, the minor version that pyproject.toml pins. `tests/training/test_trl_compat.py` checks
-each part, so a TRL release that moves one fails there by name.
+All of it holds for TRL 1.15 and 1.16, the range of pyproject.toml; another version is refused when this module is
+imported. `tests/training/test_trl_compat.py` checks each part, so a TRL release that moves one fails there by name.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import Tensor
-from trl import DPOConfig, DPOTrainer
-from trl.trainer.dpo_trainer import DataCollatorForPreference
-from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module
+from trl import DPOConfig, DPOTrainer, __version__
 
 from catto.objectives import TokenStats
+
+# Versions whose private parts were read and tested.
+TRL_RANGE = ">=1.15,<1.17"
+# The first with a head in plain PyTorch; that of TRL 1.15 consists of Triton kernels.
+FIRST_CPU_TRL = "1.16"
+
+
+def check_trl_version(version: str) -> None:
+    """Refuse a TRL whose private parts were not read.
+
+    Args:
+        version: The installed version.
+
+    Raises:
+        ImportError: The version is outside the range; the message says in one line what to install.
+
+    Example:
+        >>> check_trl_version("1.16.0")
+        >>> check_trl_version("1.14.2")
+        Traceback (most recent call last):
+        ImportError: training works with TRL >=1.15,<1.17, found 1.14.2: pip install "trl>=1.15,<1.17"
+    """
+    if SpecifierSet(TRL_RANGE).contains(version, prereleases=True):
+        return
+    message = f'training works with TRL {TRL_RANGE}, found {version}: pip install "trl{TRL_RANGE}"'
+    raise ImportError(message, name=__name__)
+
+
+check_trl_version(__version__)
+
+# A version that was refused may not have them.
+from trl.trainer.dpo_trainer import DataCollatorForPreference  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module  # noqa: E402
 
 __all__ = ["DataCollatorForPreference", "TRLPairTrainer", "TrainerCard"]
 
@@ -25,10 +60,37 @@ __all__ = ["DataCollatorForPreference", "TRLPairTrainer", "TrainerCard"]
 TRL_EXTRAS = ("entropy", "mean_logit")
 
 
+def check_head_device(version: str, *, runs_triton: bool) -> None:
+    """Refuse a device on which TRL's own head cannot run; references and losses without a term of ours go through it.
+
+    Args:
+        version: The installed version of TRL.
+        runs_triton: Whether Triton's kernels run on the device: it is a GPU, or Triton interprets them.
+
+    Raises:
+        ValueError: The version has no head but that of its Triton kernels, which do not run there.
+
+    Example:
+        >>> check_head_device("1.15.0", runs_triton=True)
+        >>> check_head_device("1.15.0", runs_triton=False)
+        Traceback (most recent call last):
+        ValueError: TRL 1.15.0 trains on preferences on a GPU only: pip install "trl==1.16.*"
+    """
+    if runs_triton or Version(version) >= Version(FIRST_CPU_TRL):
+        return
+    raise ValueError(f'TRL {version} trains on preferences on a GPU only: pip install "trl=={FIRST_CPU_TRL}.*"')
+
+
+def runs_triton_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return is_interpreted or device.type in ("cuda", "xpu")
+
+
 def name_model(model: Any) -> str:
     """Return the name that TRL gives a model in its default output folder.
 
-    TRL 1.16 takes the last part of the model's id, which `trl.trainer.utils.get_config_model_id` reads.
+    TRL takes the last part of the model's id, which `trl.trainer.utils.get_config_model_id` reads.
     """
     model_id = model
     if not isinstance(model, str):
@@ -37,12 +99,12 @@ def name_model(model: Any) -> str:
 
 
 def hash_weights(model: Any) -> str:
-    """Return a hash of a model's weights: `trl.trainer.utils.hash_module` of TRL 1.16."""
+    """Return a hash of a model's weights: `trl.trainer.utils.hash_module`."""
     return str(hash_module(model))
 
 
 def make_fused_output(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) -> Any:
-    """Return the output that TRL's losses read, `FusedCausalLMOutput` of TRL 1.15 and 1.16.
+    """Return the output that TRL's losses read, `FusedCausalLMOutput`.
 
     TRL 1.16 sums the log-probabilities without looking at its mask, so they are 0 where it is False. TRL only logs
     entropy and mean logit, so they carry no gradient.
@@ -72,7 +134,7 @@ def make_fused_output(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) 
 def call_copied_forward(wrapped: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a forward that TRL wrapped on one model with the weights of a copy of that model.
 
-    `add_fused_lm_head` of TRL 1.15 and 1.16 binds a function to the instance. With `fused_lm_head=True` the function
+    `add_fused_lm_head` binds a function to the instance. With `fused_lm_head=True` the function
     computes on its `self`; without it, it runs the forward of the model that it was bound to.
     """
     if kwargs.pop("fused_lm_head", False):
@@ -82,7 +144,7 @@ def call_copied_forward(wrapped: Any, model: Any, *args: Any, **kwargs: Any) -> 
 
 @contextmanager
 def hide_padding_free(args: DPOConfig) -> Iterator[None]:
-    """Unset `padding_free` while TRL's trainer is built: TRL 1.16 accepts the option, warns and ignores it."""
+    """Unset `padding_free` while TRL's trainer is built: TRL accepts the option, warns and ignores it."""
     padding_free = args.padding_free
     args.padding_free = None
     try:
@@ -93,7 +155,7 @@ def hide_padding_free(args: DPOConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainerCard:
-    """What TRL 1.16 writes about a trainer into its model card: `_name`, `_paper` and `_tag_names` of the class."""
+    """What TRL writes about a trainer into its model card: `_name`, `_paper` and `_tag_names` of the class."""
 
     title: str
     paper: dict[str, str]
@@ -106,13 +168,18 @@ def read_dpo_card() -> TrainerCard:
 
 
 class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
-    """`DPOTrainer` of TRL 1.16 with a public hook in place of each private method that we override.
+    """`DPOTrainer` with a public hook in place of each private method that we override.
 
     A subclass overrides `compute_pair_loss`, `prepare_pairs`, `prepare_collator`, `extend_reference_key` and
     `notice_inputs`, and lists its columns in `extra_columns`. Each hook does by default what TRL does.
     """
 
     extra_columns: Sequence[str] = ()
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
+        if args is not None:
+            check_head_device(__version__, runs_triton=runs_triton_kernels(args.device))
+        super().__init__(model, ref_model, args, *more, **kwargs)
 
     # ---- data
 

@@ -1,0 +1,158 @@
+"""`catto lm-eval`: run lm-evaluation-harness and measure the confidences in its log."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from catto.cli import console
+from catto.cli.console import format_interval, format_number, refuse, say, warn
+from catto.cli.display import Bar, progress
+from catto.cli.options import ADVANCED, OUTPUT
+from catto.cli.run import running
+
+if TYPE_CHECKING:
+    from catto.integrations.lm_eval import HarnessAnswers, HarnessLog
+    from catto.measure import Summary
+
+METRICS_SHOWN = ("accuracy", "ece", "brier", "auroc")
+
+
+def _show_task_folder(wanted: bool) -> None:
+    if wanted:
+        from catto.integrations.lm_eval import TASK_FOLDER
+
+        say(str(TASK_FOLDER))
+        raise typer.Exit()
+
+
+def lm_eval(
+    arguments: Annotated[list[str], Argument(metavar="ARGS", help="Arguments of `lm_eval run`, after `--`.")],
+    out: Annotated[
+        Path,
+        Option(help="Folder for report.html and, unless ARGS have --output_path, the log.", rich_help_panel=OUTPUT),
+    ] = Path("lm-eval"),
+    length_normalised: Annotated[
+        bool,
+        Option(
+            "--length-normalised",
+            help="Divide each log-likelihood by the length of its choice, as acc_norm does.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = False,
+    tasks_folder: Annotated[
+        bool,
+        Option(
+            "--tasks-folder",
+            callback=_show_task_folder,
+            is_eager=True,
+            help="Print the folder of the tasks that measure ECE, for --include_path of the harness, and stop.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = False,
+) -> None:
+    """Run lm-evaluation-harness and measure its confidences.
+
+    The harness prints its table. A second table has accuracy, ECE, Brier score and AUROC of every task, and of every
+    group over all of its answers: the mean of the ECEs of 57 subjects is not the ECE of MMLU.
+
+    Examples:
+    catto lm-eval -- --model hf --model_args pretrained=my-model --tasks mmlu
+    catto lm-eval --out page --length-normalised -- --model hf --model_args pretrained=my-model --tasks hellaswag
+    lm_eval run --include_path "$(catto lm-eval --tasks-folder)" --tasks arc_challenge_ece --model hf
+    """
+    if find_spec("lm_eval") is None:
+        refuse('catto lm-eval needs lm_eval: pip install "lm_eval[hf]"')
+    from catto.integrations.lm_eval import find_log_folder, find_results, read_log, run_harness
+
+    console.writable_folder("--out", out)
+    log_folder = find_log_folder(arguments) or out / "log"
+    before = find_results(log_folder)
+    code = run_harness(arguments, log_folder)
+    if code != 0:
+        refuse(f"lm_eval failed with exit code {code}")
+    written = find_results(log_folder) - before
+    if not written and _is_helper_process():
+        return
+    if len(written) != 1:
+        refuse(f"{log_folder}: expected one new file of results, found {len(written)}")
+    [results] = written
+    with console.refusing():
+        log = read_log(results, length_normalised=length_normalised)
+    for problem in log.problems:
+        warn(problem)
+    if not log.parts:
+        refuse(f"{results}: no task has answers with a probability")
+    _measure_and_print(log)
+    page = _write_page(log, out)
+    say(f"Wrote {page}; the log is in {results.parent}.")
+
+
+def _is_helper_process() -> bool:
+    """Whether a launcher started several processes and this is not the first, which alone writes the log."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _measure_and_print(log: HarnessLog) -> None:
+    """Measure every part, with a progress bar; print a table with one line per part, and a sentence on each."""
+    from catto.measure import MeasureSettings, summarise
+
+    settings = MeasureSettings(METRICS_SHOWN)
+    steps = sum(settings.steps(len(part.answers)) for part in log.parts)
+    summaries = []
+    with progress("measuring", steps) as tick:
+        for part in log.parts:
+            summaries.append(summarise(part.answers, settings, tick))
+    _print_table(log, summaries)
+    _print_verdicts(log.parts, summaries)
+
+
+def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
+    from catto.metrics.catalogue import METRICS
+
+    rows = []
+    for part, summary in zip(log.parts, summaries, strict=True):
+        cells = [part.title, f"{summary.rows:,}"]
+        for name in METRICS_SHOWN:
+            result = summary.metrics[name]
+            cells.append(format_number(result.interval.value, METRICS[name].percent))
+            if name == "ece" and result.null is not None:
+                cells.append(format_interval(result.null, METRICS[name].percent))
+        rows.append(cells)
+    columns = ["task", "N"]
+    for name in METRICS_SHOWN:
+        columns.append(METRICS[name].title)
+        if name == "ece":
+            columns.append("by chance,\nif calibrated")
+    console.show_table(f"{log.model}: confidence among the choices", columns, rows)
+
+
+def _print_verdicts(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary]) -> None:
+    from catto.measure import verdict
+
+    for part, summary in zip(parts, summaries, strict=True):
+        say(f"{part.name}: {verdict(summary)}")
+        console.warn_few(summary.questions or summary.rows, part.name, "intervals are too narrow", "question")
+
+
+def _write_page(log: HarnessLog, out: Path) -> Path:
+    from catto.formats.columns import ColumnNames
+    from catto.integrations.lm_eval import list_page_rows
+    from catto.report.build import build, results_of_files
+
+    with console.refusing(), running() as shown, tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "answers.jsonl"
+        with answers.open("w", encoding="utf-8") as file:
+            for row in list_page_rows(log):
+                file.write(json.dumps(row) + "\n")
+        results = results_of_files({log.model: answers}, ColumnNames(), out)
+        bar = Bar(shown, "page")
+        return build(results, out, out, lambda done, total: bar.update(done, total, ""))

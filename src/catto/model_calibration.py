@@ -1,0 +1,367 @@
+"""The calibrator and the threshold in a model's folder, next to its weights: fit, store and load them.
+
+`catto calibrate fit --model FOLDER` writes them. `catto eval`, `catto serve` and `catto.load_calibrator` find them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from catto.answer_columns import GradedAnswers
+from catto.calibrate import (
+    Fitted,
+    Kind,
+    On,
+    RiskThreshold,
+    final_notes,
+    find_threshold,
+    fit_answers,
+    open_fitted,
+    read_uncalibrated,
+    write_fitted,
+)
+from catto.errors import DataError
+from catto.formats.answers import read_answers
+from catto.formats.columns import ColumnNames
+from catto.io.atomic import write_text
+from catto.io.record_files import manifest_path, read_record, write_record
+from catto.metrics.alarm import ALARM_LIMIT
+from catto.metrics.binning import Floats
+from catto.records import Protocol, Unparsed
+
+CALIBRATOR_FILE = "catto_calibrator.json"
+THRESHOLD_FILE = "catto_threshold.json"
+CARD_FILE = "README.md"
+CARD_START = "<!-- written by catto calibrate -->"
+CARD_END = "<!-- end of catto calibrate -->"
+# Answers of `catto eval`: one sample per question, which every rule chooses.
+ONE_SAMPLE = "most confident"
+
+
+class LabelConfidence(NamedTuple):
+    """A label and how sure the model is of it.
+
+    Attributes:
+        label: The most probable label.
+        confidence: Its calibrated probability, in [0, 1].
+        abstains: Whether the confidence is below the model's threshold; False without a threshold.
+    """
+
+    label: str
+    confidence: float
+    abstains: bool
+
+
+@dataclass(frozen=True)
+class ModelCalibration:
+    """The calibrator of a model, and its threshold if there is one.
+
+    Attributes:
+        fitted: The calibrator.
+        threshold: The confidence above which errors are rare; None without one.
+    """
+
+    fitted: Fitted
+    threshold: RiskThreshold | None = None
+
+    def read_logits(self, logits: ArrayLike, label_ids: Mapping[str, int]) -> LabelConfidence:
+        """Return the most probable label and its calibrated confidence.
+
+        Args:
+            logits: (V,) logits of the next token at the position of the label: an array, or a torch tensor.
+            label_ids: The id of each label's first token.
+
+        Raises:
+            ValueError: The calibrator is for a choice among several samples.
+
+        >>> from catto.metrics.calibrators import Temperature
+        >>> calibration = ModelCalibration(Fitted(Temperature(tau=2.0)))
+        >>> calibration.read_logits([2.2, 0.0, -50.0], {"yes": 0, "no": 1})
+        LabelConfidence(label='yes', confidence=0.75..., abstains=False)
+        """
+        protocol = self.fitted.protocol
+        if protocol is not None and protocol.k > 1:
+            raise ValueError(f"the calibrator is for the {protocol.rule} of {protocol.k} samples, not for logits")
+        logprobs = _log_softmax(_as_array(logits))
+        label_logprobs = {label: float(logprobs[token]) for label, token in label_ids.items()}
+        label = max(label_logprobs, key=lambda name: label_logprobs[name])
+        if self.fitted.on == "labels":
+            confidence = self.fitted.find_label_confidence(label_logprobs, label)
+        else:
+            probability = np.exp(label_logprobs[label])
+            confidence = float(self.fitted.of_confidences([probability])[0])
+        abstains = self.threshold is not None and confidence < self.threshold.threshold
+        return LabelConfidence(label, confidence, abstains)
+
+
+def _as_array(logits: Any) -> Floats:
+    """Return float64 logits, also of a torch tensor in bfloat16, on a GPU or with a gradient."""
+    if hasattr(logits, "detach"):
+        logits = logits.detach().float().cpu().numpy()
+    array = np.asarray(logits, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"logits have shape {array.shape}, expected (V,): those of one position")
+    return array
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    from scipy.special import log_softmax
+
+    return np.asarray(log_softmax(logits), dtype=np.float64)
+
+
+def load_calibrator(path: str | Path) -> ModelCalibration:
+    """Load a model's calibrator, and its threshold if there is one.
+
+    Args:
+        path: The model's folder, or a calibrator file of `catto calibrate fit --out`, which has no threshold.
+
+    Raises:
+        DataError: There is no calibrator, or the threshold was fitted with another one.
+
+    >>> import tempfile
+    >>> from catto.metrics.calibrators import Temperature
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> written = store_calibration(folder, ModelCalibration(Fitted(Temperature(tau=2.0))), fitted_on="fit.jsonl")
+    >>> load_calibrator(folder).fitted.calibrator.tau
+    2.0
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return ModelCalibration(open_fitted(path))
+    fitted = open_fitted(path / CALIBRATOR_FILE)
+    place = path / THRESHOLD_FILE
+    if not place.exists():
+        return ModelCalibration(fitted)
+    threshold = read_record(place, RiskThreshold)
+    if threshold.calibrator != fitted.digest:
+        raise DataError(place, None, f"was fitted with another calibrator than {CALIBRATOR_FILE}")
+    return ModelCalibration(fitted, threshold)
+
+
+def has_calibrator(folder: Path) -> bool:
+    """Whether a folder has a calibrator next to the model's weights."""
+    return (folder / CALIBRATOR_FILE).is_file()
+
+
+# ---- fit and store
+
+
+class AnswerSource(NamedTuple):
+    """What a file says about how its answers were made.
+
+    Attributes:
+        names: Its columns; the confidence of a gateway's log is the one before calibration.
+        rows: The rows to fit on, counted from 0; None means all.
+        protocol: How an answer was made of samples; None if the file does not say.
+        models: The models that answered.
+    """
+
+    names: ColumnNames
+    rows: Sequence[int] | None
+    protocol: Protocol | None
+    models: tuple[str, ...]
+
+
+class RiskTarget(NamedTuple):
+    """The promise that a threshold is wanted for.
+
+    Attributes:
+        risk: Largest share of wrong answers.
+        delta: Probability with which the promise may fail.
+    """
+
+    risk: float
+    delta: float
+
+
+class ModelFit(NamedTuple):
+    """A calibration and the answers to judge it by.
+
+    Attributes:
+        calibration: The calibrator and the threshold.
+        answers: Answers with the model's own confidences: those of the threshold, else those of the fit.
+        calibrated: (N,) their calibrated confidences.
+    """
+
+    calibration: ModelCalibration
+    answers: GradedAnswers
+    calibrated: Floats
+
+
+def fit_model(
+    path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, target: RiskTarget | None
+) -> ModelFit:
+    """Fit a calibrator, and a threshold if there is a target. Nothing is written.
+
+    With a target the questions are split in two halves by the digests of their ids: one fits the calibrator, the
+    other one finds the threshold.
+
+    Args:
+        path: Answers of `catto eval` or `catto select`, or the log of `catto serve`. Without a target, any answers.
+        kind: The kind of calibrator.
+        on: What it reads.
+        names: Names of the columns.
+        unparsed: Whether forced answers count as wrong.
+        target: The promise that a threshold is wanted for; None fits no threshold.
+
+    Raises:
+        DataError: No threshold can promise the target, or the file does not say how its answers were made.
+    """
+    source = describe_source(path, names)
+    answers = read_uncalibrated(path, source.names, unparsed)
+    rows = range(len(answers)) if source.rows is None else source.rows
+    fit_rows: Sequence[int] = rows
+    shown_rows: Sequence[int] = rows
+    if target is not None:
+        _check_source(path, source, answers.pick_rows(rows))
+        fit_rows, shown_rows = _split_questions(answers, rows)
+    fitted = fit_answers(answers, kind, on, source.names, fit_rows)
+    calibrated = fitted.confidences(answers, source.names)
+    calibrated = np.where(_has_label(path, source.names), calibrated, 0.0)[shown_rows]
+    shown = answers.pick_rows(shown_rows)
+    threshold = None
+    if target is not None:
+        made_with = {"protocol": source.protocol, "calibrator": fitted.digest, "models": source.models}
+        threshold = find_threshold(replace(shown, confidence=calibrated), target.risk, target.delta, made_with)
+    return ModelFit(ModelCalibration(fitted, threshold), shown, calibrated)
+
+
+def describe_source(path: Path, names: ColumnNames) -> AnswerSource:
+    """Find out how the answers of a file were made, from its manifest or its rows."""
+    notes = final_notes(path)
+    if notes:
+        protocol = Protocol.model_validate(notes["protocol"])
+        return AnswerSource(names, None, protocol, tuple(notes.get("models") or ()))
+    rows = [dict(fields) for _, fields in read_answers(path, names)]
+    if not rows:
+        raise DataError(path, None, "no answers")
+    if isinstance(rows[0].get("protocol"), dict):
+        return _describe_log(path, names, rows)
+    if "temperature" in rows[0] and "source" in rows[0]:
+        return _describe_predictions(names, rows)
+    return AnswerSource(names, None, None, ())
+
+
+def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerSource:
+    """Describe predictions of `catto eval` as answers of one sample."""
+    models = tuple(sorted({str(row["model"]) for row in rows}))
+    temperatures = {row["temperature"] for row in rows}
+    if len(temperatures) > 1:
+        return AnswerSource(names, None, None, models)
+    fallback = None
+    for row in rows:
+        if row["source"] == "fallback":
+            fallback = "none" if row["label"] is None else fallback or "answer"
+    made = {"rule": ONE_SAMPLE, "k": 1, "temperature": temperatures.pop(), "fallback": fallback}
+    return AnswerSource(names, None, Protocol.model_validate(made), models)
+
+
+def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerSource:
+    """Describe a gateway's log: its answers of the most frequent protocol and model since the last alarm."""
+    start = 0
+    for row, fields in enumerate(rows):
+        if (fields.get("evidence") or 0.0) >= ALARM_LIMIT:
+            start = row + 1
+    kinds = []
+    for fields in rows[start:]:
+        protocol = Protocol.model_validate(fields["protocol"])
+        kinds.append((protocol, str(fields["model"])))
+    if not kinds:
+        raise DataError(path, None, "no answers with feedback since its last alarm: collect some first")
+    protocol, model = Counter(kinds).most_common(1)[0][0]
+    if protocol.k > 1:
+        problem = "its log has the confidence of one sample only: fit on catto select's answers"
+        raise DataError(path, None, f"answers were chosen among {protocol.k} samples, and {problem}")
+    wanted = [start + row for row, kind in enumerate(kinds) if kind == (protocol, model)]
+    return AnswerSource(replace(names, confidence="confidence_raw"), wanted, protocol, (model,))
+
+
+def _check_source(path: Path, source: AnswerSource, answers: GradedAnswers) -> None:
+    """Refuse a file from which no threshold can be found."""
+    if source.protocol is None:
+        expected = "one temperature of catto eval, final answers of catto select, or the log of catto serve"
+        raise DataError(path, None, f"does not say how its answers were made; a threshold needs answers of {expected}")
+    if answers.questions != len(answers):
+        raise DataError(path, None, "several answers per question: choose final ones with catto select --out")
+
+
+def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Split rows into two halves, the same ones whenever the file is read."""
+    questions = answers.question or []
+    ordered = sorted(rows, key=lambda row: sha256(questions[row].encode()).hexdigest())
+    middle = len(ordered) // 2
+    return sorted(ordered[:middle]), sorted(ordered[middle:])
+
+
+def _has_label(path: Path, names: ColumnNames) -> Any:
+    """Return which answers have a label; where rows have no labels, all have. -> (N,) booleans."""
+    column = names.prediction or "label"
+    has_label = []
+    for _, fields in read_answers(path, names):
+        has_label.append(fields.get(column, "") is not None)
+    return np.array(has_label, dtype=np.bool_)
+
+
+def store_calibration(folder: Path, calibration: ModelCalibration, *, fitted_on: str) -> list[str]:
+    """Write calibrator and threshold into a model's folder and mention them in its card.
+
+    A threshold of an earlier calibrator is deleted first: a kill leaves none, and never one without its calibrator.
+
+    Args:
+        folder: The model's folder.
+        calibration: What to store.
+        fitted_on: Name of the file it was fitted on.
+
+    Returns:
+        The names of the files.
+    """
+    threshold_path = folder / THRESHOLD_FILE
+    threshold_path.unlink(missing_ok=True)
+    calibrator_path = folder / CALIBRATOR_FILE
+    write_fitted(calibrator_path, calibration.fitted, fitted_on=fitted_on)
+    names = [CALIBRATOR_FILE, manifest_path(calibrator_path).name]
+    if calibration.threshold is not None:
+        write_record(threshold_path, calibration.threshold)
+        names.append(THRESHOLD_FILE)
+    _write_card_section(folder / CARD_FILE, calibration)
+    return [*names, CARD_FILE]
+
+
+def _write_card_section(card: Path, calibration: ModelCalibration) -> None:
+    """Add the section on calibration to a model card, or replace an earlier one."""
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    before, _, rest = text.partition(CARD_START)
+    _, _, after = rest.partition(CARD_END)
+    section = "\n".join([CARD_START, *_describe_calibration(calibration), CARD_END])
+    parts = [part.strip() for part in (before, section, after) if part.strip()]
+    write_text(card, "\n\n".join(parts) + "\n")
+
+
+def _describe_calibration(calibration: ModelCalibration) -> Iterator[str]:
+    fitted = calibration.fitted
+    threshold = calibration.threshold
+    yield "## Calibrated confidence"
+    yield ""
+    yield f"`{CALIBRATOR_FILE}` maps the model's probability of its answer to a calibrated confidence"
+    yield f"(`{fitted.calibrator.kind}`, fitted on {fitted.rows or 0:,} answers)."
+    if threshold is not None:
+        yield f"`{THRESHOLD_FILE}`: among the answers with a confidence of at least {threshold.threshold:.4g}, at most"
+        yield f"{100 * threshold.risk:g} % are wrong, with {100 * (1 - threshold.delta):g} % confidence. These are"
+        yield f"{100 * threshold.coverage:.0f} % of the answers. This holds for questions like the {threshold.rows:,}"
+        yield "that it was fitted on."
+    yield ""
+    yield "```python"
+    yield "import catto"
+    yield ""
+    yield 'calibration = catto.load_calibrator("path of this folder")'
+    yield "label, confidence, abstains = calibration.read_logits(logits, label_ids)"
+    yield "```"

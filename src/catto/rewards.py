@@ -1,0 +1,438 @@
+"""Rewards for TRL's `GRPOTrainer` and `RLOOTrainer` that pay for right answers and honest confidences.
+
+    from catto.rewards import brier_reward, format_reward
+
+    trainer = GRPOTrainer(model, reward_funcs=[brier_reward, format_reward], train_dataset=dataset, args=args)
+
+Each function has TRL's signature and reads these columns of the dataset:
+
+- `gold`: the right label, the accepted answer, or a list of accepted answers; None gives no reward to that row;
+- `labels`: the labels of a multiple-choice question; without it the answer is a short text or a number;
+- `grade`: `exact`, `number` or `any-of`, for answers without labels; `exact` if there is no such column.
+
+Answers and confidences are read as everywhere in catto: the answer from its `<answer>` block, the confidence from
+`<confidence>0.8</confidence>`, both strictly. The files that `catto teach` writes have `prompt`, `labels` and `gold`.
+Options of a function are set with `functools.partial`. No function needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from catto.answer.grading import find_answer_key, grade_answer, normalize_answer
+from catto.answer.response import find_answer_text, parse_response
+from catto.answer.verbal import read_stated_confidence
+from catto.metrics.errors import ece
+from catto.records import Grade
+
+Rewards = list[float | None]
+LogMetric = Callable[[str, float], None]
+
+MISSING_REWARD = -1.0  # the lowest value of `brier_reward` and `log_reward`: leaving the confidence out never pays
+# TRL averages what is logged, and the mean of many small ECEs is too large: ECE is that of the latest completions.
+ECE_WINDOW = 1000
+ABSTENTIONS = frozenset(
+    normalize_answer(text)
+    for text in ("I don't know", "I do not know", "I am not sure", "I'm not sure", "unknown", "unsure", "abstain")
+)
+
+
+class GradedCompletion(NamedTuple):
+    """A completion with what was read of it.
+
+    Attributes:
+        text: Its text.
+        is_answered: Whether an answer could be read.
+        is_right: Whether it is right; an answer that cannot be read is wrong.
+        confidence: The stated confidence; None if it is missing.
+    """
+
+    text: str
+    is_answered: bool
+    is_right: bool
+    confidence: float | None
+
+
+def correctness_reward(
+    completions: Sequence[Any],
+    gold: Sequence[Any],
+    labels: Sequence[Any] | None = None,
+    grade: Sequence[Any] | None = None,
+    *,
+    tolerance: float = 0.0,
+    **columns: Any,
+) -> Rewards:
+    """Return 1 for a right answer, 0 for a wrong one or none.
+
+    Args:
+        completions: The completions: texts, or lists of messages, of which the last one is read.
+        gold: The right label or the accepted answers of each row; None gives no reward to that row.
+        labels: The labels of each row; None for rows whose answer is a short text or a number.
+        grade: How answers without labels are compared; see `catto.answer.grading`.
+        tolerance: The largest relative difference of numbers.
+        columns: The other columns, and what TRL adds.
+
+    Returns:
+        One reward per completion, in {0, 1} or None.
+
+    Example:
+        >>> correctness_reward(["<answer>B</answer>", "<answer>A</answer>"], gold=["B", "B"], labels=[["A", "B"]] * 2)
+        [1.0, 0.0]
+        >>> correctness_reward(["<answer>$1,000</answer>"], gold=["1000"], grade=["number"])
+        [1.0]
+    """
+    graded = grade_completions(completions, gold, labels, grade, tolerance=tolerance)
+    return _reward_each(graded, _score_correctness)
+
+
+def format_reward(
+    completions: Sequence[Any],
+    gold: Sequence[Any],
+    labels: Sequence[Any] | None = None,
+    grade: Sequence[Any] | None = None,
+    **columns: Any,
+) -> Rewards:
+    """Return 1 for a completion whose answer and stated confidence can both be read, else 0.
+
+    Args:
+        completions: The completions: texts, or lists of messages, of which the last one is read.
+        gold: As in `correctness_reward`; it is not compared with the answer.
+        labels: As in `correctness_reward`.
+        grade: As in `correctness_reward`; for `number` the answer must be one number.
+        columns: The other columns, and what TRL adds.
+
+    Returns:
+        One reward per completion, in {0, 1} or None.
+
+    Example:
+        >>> texts = ["<answer>B</answer><confidence>0.8</confidence>", "<answer>B</answer>"]
+        >>> format_reward(texts, gold=["A", "A"], labels=[["A", "B"]] * 2)
+        [1.0, 0.0]
+    """
+    graded = grade_completions(completions, gold, labels, grade)
+    return _reward_each(graded, _score_format)
+
+
+def brier_reward(
+    completions: Sequence[Any],
+    gold: Sequence[Any],
+    labels: Sequence[Any] | None = None,
+    grade: Sequence[Any] | None = None,
+    *,
+    tolerance: float = 0.0,
+    log_metric: LogMetric | None = None,
+    trainer_state: Any = None,
+    **columns: Any,
+) -> Rewards:
+    """Return z - (q - z)^2 for correctness z and stated confidence q: the reward of RLCR.
+
+    For an answer that is right with probability p, the expected reward is largest at q = p, where it is p^2. So it also
+    grows with p: the best answer is still the most probable one.
+
+    Args:
+        completions: The completions: texts, or lists of messages, of which the last one is read.
+        gold: As in `correctness_reward`.
+        labels: As in `correctness_reward`.
+        grade: As in `correctness_reward`.
+        tolerance: The largest relative difference of numbers.
+        log_metric: TRL's function for metrics.
+        trainer_state: TRL's state; another one begins a new window for ECE.
+        columns: The other columns, and what else TRL adds.
+
+    Returns:
+        One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
+
+    Example:
+        >>> texts = ["<answer>B</answer><confidence>0.8</confidence>", "<answer>A</answer><confidence>0.8</confidence>"]
+        >>> [round(reward, 2) for reward in brier_reward(texts, gold=["B", "B"], labels=[["A", "B"]] * 2)]
+        [0.96, -0.64]
+    """
+    graded = grade_completions(completions, gold, labels, grade, tolerance=tolerance)
+    log_stated_confidence("brier_reward", graded, log_metric, trainer_state)
+    return _reward_each(graded, _score_brier)
+
+
+def log_reward(
+    completions: Sequence[Any],
+    gold: Sequence[Any],
+    labels: Sequence[Any] | None = None,
+    grade: Sequence[Any] | None = None,
+    *,
+    tolerance: float = 0.0,
+    clip: float = 0.01,
+    log_metric: LogMetric | None = None,
+    trainer_state: Any = None,
+    **columns: Any,
+) -> Rewards:
+    """Return z + log P(z) / log(1 / clip), where P is q for a right answer and 1 - q for a wrong one.
+
+    q is the stated confidence, moved into [clip, 1 - clip]. The division bounds the score to [-1, 0]. Without it, an
+    answer that is surely wrong would be worth more than one that is right with probability 0.2: z + log P(z) falls in
+    p below 0.27. With it, the expected reward at q = p grows with p.
+
+    Args:
+        completions: The completions: texts, or lists of messages, of which the last one is read.
+        gold: As in `correctness_reward`.
+        labels: As in `correctness_reward`.
+        grade: As in `correctness_reward`.
+        tolerance: The largest relative difference of numbers.
+        clip: The smallest probability, above 0 and below 0.5.
+        log_metric: TRL's function for metrics.
+        trainer_state: TRL's state; another one begins a new window for ECE.
+        columns: The other columns, and what else TRL adds.
+
+    Returns:
+        One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
+
+    Example:
+        >>> texts = ["<answer>B</answer><confidence>0.1</confidence>", "<answer>A</answer><confidence>1</confidence>"]
+        >>> [round(reward, 3) for reward in log_reward(texts, gold=["B", "B"], labels=[["A", "B"]] * 2)]
+        [0.5, -1.0]
+    """
+    if not 0 < clip < 0.5:
+        raise ValueError(f"clip {clip}: expected a number above 0 and below 0.5")
+
+    def score_log(completion: GradedCompletion) -> float:
+        if completion.confidence is None:
+            return MISSING_REWARD
+        confidence = min(max(completion.confidence, clip), 1 - clip)
+        probability = confidence if completion.is_right else 1 - confidence
+        score = math.log(probability) / -math.log(clip)
+        return completion.is_right + max(score, -1.0)  # rounding may leave it below
+
+    graded = grade_completions(completions, gold, labels, grade, tolerance=tolerance)
+    log_stated_confidence("log_reward", graded, log_metric, trainer_state)
+    return _reward_each(graded, score_log)
+
+
+def abstention_reward(
+    completions: Sequence[Any],
+    gold: Sequence[Any],
+    labels: Sequence[Any] | None = None,
+    grade: Sequence[Any] | None = None,
+    *,
+    tolerance: float = 0.0,
+    threshold: float = 0.5,
+    log_metric: LogMetric | None = None,
+    **columns: Any,
+) -> Rewards:
+    """Return 1 for a right answer, 0 for an abstention, -t / (1 - t) for a wrong answer or none.
+
+    An answer that is right with probability p is worth more than an abstention if p is above the threshold t. An
+    abstention is an answer block that says "I don't know" or "unknown", and a few other forms (`ABSTENTIONS`).
+
+    Args:
+        completions: The completions: texts, or lists of messages, of which the last one is read.
+        gold: As in `correctness_reward`.
+        labels: As in `correctness_reward`.
+        grade: As in `correctness_reward`.
+        tolerance: The largest relative difference of numbers.
+        threshold: The probability t above which an answer pays, at least 0 and below 1.
+        log_metric: TRL's function for metrics.
+        columns: The other columns, and what else TRL adds.
+
+    Returns:
+        One reward per completion, or None.
+
+    Example:
+        >>> texts = ["<answer>Paris</answer>", "<answer>I don't know.</answer>", "<answer>Lyon</answer>"]
+        >>> abstention_reward(texts, gold=["Paris"] * 3, threshold=0.75)
+        [1.0, 0.0, -3.0]
+    """
+    if not 0 <= threshold < 1:
+        raise ValueError(f"threshold {threshold}: expected a number of at least 0 and below 1")
+    wrong_reward = -threshold / (1 - threshold)
+    graded = grade_completions(completions, gold, labels, grade, tolerance=tolerance)
+
+    def score_abstention(completion: GradedCompletion) -> float:
+        if completion.is_right:
+            return 1.0
+        return 0.0 if is_abstention(completion.text) else wrong_reward
+
+    answered = [completion for completion in graded if completion is not None]
+    if log_metric is not None and answered:
+        abstentions = [is_abstention(completion.text) for completion in answered]
+        log_metric("abstentions", sum(abstentions) / len(answered))
+    return _reward_each(graded, score_abstention)
+
+
+def _score_correctness(completion: GradedCompletion) -> float:
+    return float(completion.is_right)
+
+
+def _score_format(completion: GradedCompletion) -> float:
+    return float(completion.is_answered and completion.confidence is not None)
+
+
+def _score_brier(completion: GradedCompletion) -> float:
+    if completion.confidence is None:
+        return MISSING_REWARD
+    return completion.is_right - (completion.confidence - completion.is_right) ** 2
+
+
+def _reward_each(graded: Iterable[GradedCompletion | None], score: Callable[[GradedCompletion], float]) -> Rewards:
+    rewards: Rewards = []
+    for completion in graded:
+        rewards.append(None if completion is None else score(completion))
+    return rewards
+
+
+# Reading completions
+
+
+def grade_completions(
+    completions: Sequence[Any],
+    gold: Sequence[Any],
+    labels: Sequence[Any] | None = None,
+    grade: Sequence[Any] | None = None,
+    *,
+    tolerance: float = 0.0,
+) -> list[GradedCompletion | None]:
+    """Read and grade completions; a row without gold is None.
+
+    Args:
+        completions: The completions: texts, or lists of messages, of which the last one is read.
+        gold: The right label or the accepted answers of each row.
+        labels: The labels of each row, or None.
+        grade: How answers without labels are compared, or None.
+        tolerance: The largest relative difference of numbers.
+
+    Returns:
+        One entry per completion.
+
+    Raises:
+        ValueError: If a column has another length, or its entry is not what was expected.
+
+    Example:
+        >>> [completion] = grade_completions(["<answer>5</answer><confidence>70%</confidence>"], gold=["five"])
+        >>> completion.is_right, completion.confidence
+        (False, 0.7)
+    """
+    size = len(completions)
+    label_column: Sequence[Any] = [None] * size if labels is None else labels
+    grade_column: Sequence[Any] = [None] * size if grade is None else grade
+    for name, column in (("gold", gold), ("labels", label_column), ("grade", grade_column)):
+        if len(column) != size:
+            raise ValueError(f"{name} has {len(column)} rows, completions have {size}")
+    graded: list[GradedCompletion | None] = []
+    for row, completion in enumerate(completions):
+        if gold[row] is None:
+            graded.append(None)
+            continue
+        text = read_completion_text(completion)
+        if label_column[row] is not None:
+            graded.append(_grade_label(text, gold[row], label_column[row]))
+        else:
+            graded.append(_grade_short_answer(text, gold[row], grade_column[row] or "exact", tolerance))
+    return graded
+
+
+def read_completion_text(completion: Any) -> str:
+    """Return the text of a completion: itself, or the content of its last message.
+
+    Example:
+        >>> read_completion_text([{"role": "assistant", "content": "<answer>B</answer>"}])
+        '<answer>B</answer>'
+    """
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1]["content"] if completion else ""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content or ():
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            parts.append(str(part["text"]))
+    return "".join(parts)
+
+
+def is_abstention(text: str) -> bool:
+    """Whether the answer of a completion is that it does not know.
+
+    Example:
+        >>> is_abstention("<answer>I don't know.</answer>"), is_abstention("<answer>B</answer>")
+        (True, False)
+    """
+    answer = find_answer_text(text)
+    return answer is not None and normalize_answer(answer) in ABSTENTIONS
+
+
+def _grade_label(text: str, gold: Any, labels: Sequence[str]) -> GradedCompletion:
+    if gold not in labels:
+        raise ValueError(f"gold {gold!r} is not one of the labels {', '.join(labels)}")
+    label = parse_response(text, labels).label
+    return GradedCompletion(
+        text=text,
+        is_answered=label is not None,
+        is_right=label == gold,
+        confidence=read_stated_confidence(text),
+    )
+
+
+def _grade_short_answer(text: str, gold: Any, grade: Grade, tolerance: float) -> GradedCompletion:
+    accepted = [gold] if isinstance(gold, str) else list(gold)
+    answer = find_answer_text(text) or ""
+    return GradedCompletion(
+        text=text,
+        is_answered=find_answer_key(answer, grade) is not None,
+        is_right=grade_answer(answer, accepted, grade=grade, tolerance=tolerance),
+        confidence=read_stated_confidence(text),
+    )
+
+
+# Metrics
+
+
+class RecentConfidences:
+    """The latest stated confidences of one training, with whether their answers were right."""
+
+    def __init__(self, trainer_state: Any) -> None:
+        self.trainer_state = trainer_state
+        self.rows: deque[tuple[float, bool]] = deque(maxlen=ECE_WINDOW)
+
+    def compute_ece(self) -> float:
+        """Return the ECE of the window."""
+        confidence = [row[0] for row in self.rows]
+        correct = [row[1] for row in self.rows]
+        return float(ece(confidence, correct))
+
+
+_RECENT: dict[str, RecentConfidences] = {}  # name of a reward function -> its window
+
+
+def log_stated_confidence(
+    name: str,
+    graded: Iterable[GradedCompletion | None],
+    log_metric: LogMetric | None,
+    trainer_state: Any = None,
+) -> None:
+    """Log the ECE of the latest completions, and the mean confidence, accuracy and share of missing ones of this batch.
+
+    Args:
+        name: The name of the reward function, which has its own window of `ECE_WINDOW` completions.
+        graded: The completions of a batch.
+        log_metric: TRL's function for metrics; None logs nothing.
+        trainer_state: TRL's state; another one begins a new window.
+    """
+    completions = [completion for completion in graded if completion is not None]
+    if log_metric is None or not completions:
+        return
+    recent = _RECENT.get(name)
+    if recent is None or recent.trainer_state is not trainer_state:
+        recent = RecentConfidences(trainer_state)
+        _RECENT[name] = recent
+    stated = []
+    for completion in completions:
+        if completion.confidence is not None:
+            stated.append(completion.confidence)
+            recent.rows.append((completion.confidence, completion.is_right))
+    right = sum(completion.is_right for completion in completions)
+    log_metric("stated_confidence/accuracy", right / len(completions))
+    log_metric("stated_confidence/missing", 1 - len(stated) / len(completions))
+    if stated:
+        log_metric("stated_confidence/mean", sum(stated) / len(stated))
+    if recent.rows:
+        log_metric("stated_confidence/ece", recent.compute_ece())

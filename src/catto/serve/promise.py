@@ -1,0 +1,69 @@
+"""What the gateway promises about its answers, and what it says once feedback shows that the promise is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from catto.calibrate import Fitted, RiskThreshold
+from catto.metrics.alarm import bound_error_rate
+from catto.records import content_hash
+
+# A fitted calibrator is never exact: without a threshold, confidences may be this much too high before it counts.
+TOLERANCE = 0.05
+ALARM = "feedback shows that the promise no longer holds: fit the calibrator and the threshold again"
+
+
+@dataclass(frozen=True)
+class ServedPromise:
+    """What is promised about answers, as an error rate that they do not exceed.
+
+    Attributes:
+        digest: Distinguishes this promise from others in the log.
+        error_rate: The rate for every answer above the threshold; None without a threshold, where the rate is one minus
+            the confidence of the answer, plus TOLERANCE.
+    """
+
+    digest: str
+    error_rate: float | None
+
+    def find_allowed_rate(self, confidence: float) -> float:
+        """Return the promised error rate of an answer with this calibrated confidence."""
+        if self.error_rate is not None:
+            return self.error_rate
+        return min(1.0 - confidence + TOLERANCE, 1.0)
+
+    def covers(self, about: Mapping[str, Any]) -> bool:
+        """Whether the promise is about this answer; `about` is its `catto` object."""
+        if self.error_rate is None:
+            return about["confidence"] is not None
+        return about["guarantee"] is not None and not about["abstained"]
+
+    @property
+    def broken_text(self) -> str:
+        """What holds if the promise is broken."""
+        if self.error_rate is None:
+            return f"confidences are more than {100 * TOLERANCE:g} points too high"
+        return f"more than {100 * self.error_rate:.1f} % of the answers are wrong"
+
+
+def make_promise(fitted: Fitted | None, threshold: RiskThreshold | None) -> ServedPromise | None:
+    """Return the promise of a threshold, else that of a calibrator; None without both.
+
+    The promised error rate is the risk, or what the calibration answers bound it by if that is smaller.
+    """
+    if threshold is not None:
+        error_rate = bound_error_rate(threshold.errors, threshold.answered, threshold.risk)
+        return ServedPromise(content_hash(threshold.model_dump()), error_rate)
+    if fitted is not None:
+        return ServedPromise(fitted.digest, None)
+    return None
+
+
+def withdraw_promise(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `catto` object of an answer without its guarantee, and with the alarm as the reason."""
+    reason = ALARM
+    if about["reason"] is not None:
+        reason = f"{about['reason']}; {ALARM}"
+    return {**about, "guarantee": None, "reason": reason}

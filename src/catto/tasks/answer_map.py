@@ -1,0 +1,124 @@
+"""Turn a row into a question without options: one that is answered by a short text or a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from catto.answer.grading import find_answer_key, normalize_answer
+from catto.errors import parse_json
+from catto.records import Grade
+from catto.tasks.fields import PLACEHOLDER, Raw, fill_template, get_field
+from catto.tasks.splits import Draft
+
+# GSM8K writes the solution before the answer, and this between them.
+SOLUTION_END = "####"
+MAX_ACCEPTED = 1000
+MAX_ANSWER = 1000  # characters of an accepted answer
+
+
+@dataclass(frozen=True)
+class AnswerMap:
+    r"""Which field of a row is which, for questions without options; a field inside another is `outer.inner`.
+
+    Attributes:
+        question: One field; a template such as "{passage}\n{question}"; or several fields by the names that a prompt
+            shows.
+        answer: The field of the accepted answer, or of a list of them. What follows the last `####` counts.
+        grade: How answers are compared; None takes `any-of` for a list and `exact` otherwise.
+        tolerance: For `number`, the largest difference, as a share of the accepted value.
+        id: The field of the question's id.
+        group: The field of the group whose rows stay in one split.
+
+    >>> row = {"question": "2 + 2?", "answer": "2 + 2 is 4. #### 4"}
+    >>> AnswerMap("question", "answer", grade="number").parse_row(row).accepted
+    ('4',)
+    """
+
+    question: str | Mapping[str, str]
+    answer: str
+    grade: Grade | None = None
+    tolerance: float = 0.0
+    id: str | None = None
+    group: str | None = None
+
+    @cached_property
+    def top_level_fields(self) -> frozenset[str]:
+        """The fields of a row that the map reads, without what is inside them."""
+        names: list[str | None] = [self.answer, self.id, self.group]
+        for template in self._question_templates().values():
+            names.extend(re.findall(PLACEHOLDER, template) or [template])
+        return frozenset(name.split(".")[0] for name in names if name is not None)
+
+    def _question_templates(self) -> Mapping[str, str]:
+        """Return the templates of the question's parts by the names that a prompt shows."""
+        if isinstance(self.question, str):
+            return {"question": self.question}
+        return self.question
+
+    def parse_row(self, raw: Raw) -> Draft | str:
+        """Turn a row into a draft."""
+        templates = self._question_templates()
+        fields = {name: fill_template(template, raw) for name, template in templates.items()}
+        is_empty = not any(value.strip() for value in fields.values())
+        if is_empty:
+            raise ValueError(f"{' and '.join(templates.values())} is empty")
+        value = self._read_value(raw)
+        grade = self.grade
+        if grade is None:
+            grade = "any-of" if isinstance(value, list) else "exact"
+        return Draft(
+            fields=fields,
+            options=(),
+            gold=0,
+            id=None if self.id is None else str(get_field(raw, self.id)),
+            group=None if self.group is None else str(get_field(raw, self.group)),
+            accepted=self._read_accepted(value, grade),
+            grade=grade,
+            tolerance=self.tolerance,
+        )
+
+    def _read_value(self, raw: Raw) -> object:
+        """Return the value of the answer's field; a list in a cell of a table is read."""
+        value = get_field(raw, self.answer)
+        if isinstance(value, str) and value.startswith("["):
+            try:
+                return parse_json(value)
+            except ValueError:
+                return value  # an answer may begin with a bracket
+        return value
+
+    def _read_accepted(self, value: object, grade: Grade) -> tuple[str, ...]:
+        """Return the accepted answers; ValueError names what is wrong with one."""
+        values = value if isinstance(value, list) else [value]
+        if not values:
+            raise ValueError(f"{self.answer}: an empty list of answers")
+        if len(values) > MAX_ACCEPTED:
+            raise ValueError(f"{self.answer}: {len(values):,} answers, at most {MAX_ACCEPTED:,} are accepted")
+        accepted = []
+        for item in values:
+            text = self._read_answer(item)
+            if grade == "number" and find_answer_key(text, grade) is None:
+                raise ValueError(f"{self.answer} {text!r}: expected one number")
+            if text not in accepted:
+                accepted.append(text)
+        return tuple(accepted)
+
+    def _read_answer(self, value: object) -> str:
+        is_nan = value != value
+        if isinstance(value, bool) or not isinstance(value, str | int | float) or is_nan:
+            kind = "nan" if is_nan else type(value).__name__
+            hint = ""
+            if isinstance(value, dict):
+                hint = f": name a field inside it, such as {self.answer}.{next(iter(value), 'value')}"
+            raise ValueError(f"{self.answer}: expected a text, a number or a list of them, got {kind}{hint}")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # a table may hold 2 as 2.0
+        text = str(value).rpartition(SOLUTION_END)[2].strip()
+        if not text or not normalize_answer(text):
+            raise ValueError(f"{self.answer}: an empty answer")
+        if len(text) > MAX_ANSWER:
+            raise ValueError(f"{self.answer}: {len(text):,} characters, a short answer has at most {MAX_ANSWER:,}")
+        return text
