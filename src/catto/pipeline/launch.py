@@ -34,7 +34,7 @@ MOST_CHARACTERS = 2000
 def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
     """Cut a step's batch over the processes, so that the step stays the same; accumulated micro-batches come first.
 
-    >>> shared({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 4)
+    >>> split_batch({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 4)
     {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
     """
     size = arguments["per_device_train_batch_size"]

@@ -72,7 +72,7 @@ HELD_OUT_PAIRS = 4
 def hash_contents(place: str | None) -> str | None:
     """Hash a file, or the files in a folder; None where there is neither, as for a name on the hub.
 
-    >>> contents("HuggingFaceTB/SmolLM2-135M") is None
+    >>> hash_contents("HuggingFaceTB/SmolLM2-135M") is None
     True
     """
     if place is None:

@@ -70,7 +70,7 @@ def load_split(settings: QuestionSettings) -> tuple[list[Question], dict[str, An
 def find_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
     """Return the task of a block of the recipe: one of TASKS, or the user's own file, which holds out by the seeds.
 
-    >>> task_of("snli", TaskSettings()) is TASKS["snli"]
+    >>> find_task("snli", TaskSettings()) is TASKS["snli"]
     True
     """
     if block.own:
