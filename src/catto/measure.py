@@ -191,7 +191,9 @@ class Summary:
         return self.sources.warning
 
 
-def summarise(answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick = lambda: None) -> Summary:
+def summarise_answers(
+    answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick = lambda: None
+) -> Summary:
     """Measure a file.
 
     Args:
@@ -245,7 +247,7 @@ def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
     return enough_questions and accuracy_varies and not contains_zero
 
 
-def verdict(summary: Summary) -> str | None:
+def describe_verdict(summary: Summary) -> str | None:
     """Return one sentence on what the ECE means; None if it was not measured, or if too many answers were forced."""
     ece = summary.metrics.get("ece")
     if ece is None or ece.null is None or summary.warning is not None:

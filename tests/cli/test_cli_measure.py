@@ -20,7 +20,7 @@ from command import run, write_lines
 from measure_rows import CONFIDENCE, CORRECT, plain
 
 from catto.answer_columns import read_graded
-from catto.measure import HEADLINE, MeasureSettings, summarise, verdict
+from catto.measure import HEADLINE, MeasureSettings, describe_verdict, summarise_answers
 from catto.metrics.catalogue import METRICS
 from catto.metrics.comparisons import compare
 from catto.metrics.errors import brier_split, ece
@@ -187,7 +187,7 @@ def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> 
 
 def sentence(tmp_path: Path, confidence: list[float], correct: list[bool]) -> str:
     table = read_graded(write_lines(tmp_path / "v.jsonl", plain(confidence, correct)))
-    return str(verdict(summarise(table, MeasureSettings(metrics=("ece",), resamples=200))))
+    return str(describe_verdict(summarise_answers(table, MeasureSettings(metrics=("ece",), resamples=200))))
 
 
 def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:

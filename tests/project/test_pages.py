@@ -17,7 +17,7 @@ from catto.cli import app
 from catto.pipeline.plan import Graph
 from catto.pipeline.stage import list_needed
 from catto.recipe import settings as recipe_module
-from catto.recipe.load import load_recipe, shipped
+from catto.recipe.load import find_shipped_recipes, load_recipe
 from catto.recipe.settings import ModelSettings, Recipe, Settings
 from catto.records import Manifest, Prediction, PreferenceRow, Question, Refusal, Response, SftRow
 
@@ -44,7 +44,7 @@ def catto_lines() -> list[list[str]]:
     shell = [line for page in PAGES for block in blocks((ROOT / page).read_text(encoding="utf-8"))
              if block.language.startswith("bash") for line in whole_lines(block.text)]  # fmt: skip
     inline = re.findall(r"`(catto [a-z][^`\n]*)`", everything())
-    comments = [line for path in shipped().values() for line in whole_lines(commented(path.read_text()))]
+    comments = [line for path in find_shipped_recipes().values() for line in whole_lines(commented(path.read_text()))]
     return [
         shlex.split(line.split("  ")[0], comments=True)
         for line in (*shell, *inline, *comments)
@@ -67,7 +67,7 @@ def recipe_lines() -> list[tuple[str, list[str]]]:
     """The recipe and the overrides of every command that names a shipped one."""
     found = []
     for words in catto_lines():
-        if words[1] in ("run", "plan", "teach", "train") and len(words) > 2 and words[2] in shipped():
+        if words[1] in ("run", "plan", "teach", "train") and len(words) > 2 and words[2] in find_shipped_recipes():
             sets = [words[n + 1] for n, word in enumerate(words) if word == "--set"]
             found.append((words[2], sets))
     return found
@@ -93,8 +93,8 @@ def test_seeds_that_were_run_apart_fit_into_one_folder() -> None:
 
 
 def test_shipped_recipes_load_and_plan() -> None:
-    assert {"quickstart", "smollm2", "paper"} <= set(shipped())
-    for name in shipped():
+    assert {"quickstart", "smollm2", "paper"} <= set(find_shipped_recipes())
+    for name in find_shipped_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
         assert Graph(recipe).list_cells()

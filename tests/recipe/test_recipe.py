@@ -13,7 +13,7 @@ from catto.methods import METHODS
 from catto.pipeline import launch
 from catto.pipeline.plan import Graph, open_recipe
 from catto.pipeline.stage import list_needed
-from catto.recipe.load import load_recipe, shipped
+from catto.recipe.load import find_shipped_recipes, load_recipe
 from catto.recipe.settings import ModelSettings, Recipe, TaskSettings, TeacherSettings
 from catto.recipe.yaml_text import parse_yaml
 
@@ -38,7 +38,7 @@ def problem(source: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", find_shipped_recipes())
 def test_every_shipped_recipe_loads_and_plans(name: str) -> None:
     recipe = open_recipe(name)
     assert recipe.name == name
@@ -53,9 +53,9 @@ def test_a_folder_of_its_name_hides_no_shipped_recipe(tmp_path: Path, monkeypatc
     assert load_recipe("quickstart").name == "one"
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", find_shipped_recipes())
 def test_every_shipped_recipe_begins_with_a_comment(name: str) -> None:
-    assert shipped()[name].read_text(encoding="utf-8").startswith("# ")
+    assert find_shipped_recipes()[name].read_text(encoding="utf-8").startswith("# ")
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [

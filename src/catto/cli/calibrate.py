@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say, warn, writable_file
-from catto.cli.display import progress
+from catto.cli.display import show_progress
 from catto.cli.measure import describe_threshold
 from catto.cli.options import (
     ADVANCED,
@@ -223,12 +223,12 @@ def _print_parameters(calibrator: Calibrator) -> None:
 
 def _print_before_and_after(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after calibration."""
-    from catto.measure import MeasureSettings, explain_missing_interval, summarise
+    from catto.measure import MeasureSettings, explain_missing_interval, summarise_answers
 
     settings = MeasureSettings(metrics=METRICS_SHOWN, seed=seed)
-    with progress("measuring", 2 * settings.steps(len(answers))) as tick:
-        before = summarise(answers, settings, tick)
-        after = summarise(replace(answers, confidence=calibrated), settings, tick)
+    with show_progress("measuring", 2 * settings.steps(len(answers))) as tick:
+        before = summarise_answers(answers, settings, tick)
+        after = summarise_answers(replace(answers, confidence=calibrated), settings, tick)
     if before.warning is not None:
         say(before.warning)
     _print_summaries(str(answers.source), [before, after], settings)

@@ -46,7 +46,7 @@ def refuse(message: str) -> NoReturn:
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], place: str = "") -> Iterator[None]:
+def refuse_errors(*kinds: type[Exception], place: str = "") -> Iterator[None]:
     """Turn errors that the user can fix into one line and exit code 2.
 
     Args:
@@ -172,7 +172,7 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         refuse(f"{option}: {name} is not one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
-def needs(package: str, extra: str, what: str) -> None:
+def require_package(package: str, extra: str, what: str) -> None:
     """Refuse a feature whose package is missing, and name the extra that installs it."""
     if find_spec(package) is None:
         refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")

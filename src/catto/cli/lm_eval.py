@@ -15,9 +15,9 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say, warn
-from catto.cli.display import Bar, progress
+from catto.cli.display import Bar, show_progress
 from catto.cli.options import ADVANCED, OUTPUT
-from catto.cli.run import running
+from catto.cli.run import show_run
 
 if TYPE_CHECKING:
     from catto.integrations.lm_eval import HarnessAnswers, HarnessLog
@@ -85,7 +85,7 @@ def lm_eval(
     if len(written) != 1:
         refuse(f"{log_folder}: expected one new file of results, found {len(written)}")
     [results] = written
-    with console.refusing():
+    with console.refuse_errors():
         log = read_log(results, length_normalised=length_normalised)
     for problem in log.problems:
         warn(problem)
@@ -103,14 +103,14 @@ def _is_helper_process() -> bool:
 
 def _measure_and_print(log: HarnessLog) -> None:
     """Measure every part, with a progress bar; print a table with one line per part, and a sentence on each."""
-    from catto.measure import MeasureSettings, summarise
+    from catto.measure import MeasureSettings, summarise_answers
 
     settings = MeasureSettings(METRICS_SHOWN)
     steps = sum(settings.steps(len(part.answers)) for part in log.parts)
     summaries = []
-    with progress("measuring", steps) as tick:
+    with show_progress("measuring", steps) as tick:
         for part in log.parts:
-            summaries.append(summarise(part.answers, settings, tick))
+            summaries.append(summarise_answers(part.answers, settings, tick))
     _print_table(log, summaries)
     _print_verdicts(log.parts, summaries)
 
@@ -136,23 +136,23 @@ def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
 
 
 def _print_verdicts(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary]) -> None:
-    from catto.measure import verdict
+    from catto.measure import describe_verdict
 
     for part, summary in zip(parts, summaries, strict=True):
-        say(f"{part.name}: {verdict(summary)}")
+        say(f"{part.name}: {describe_verdict(summary)}")
         console.warn_few(summary.questions or summary.rows, part.name, "intervals are too narrow", "question")
 
 
 def _write_page(log: HarnessLog, out: Path) -> Path:
     from catto.formats.columns import ColumnNames
     from catto.integrations.lm_eval import list_page_rows
-    from catto.report.build import build, results_of_files
+    from catto.report.build import build_report, results_of_files
 
-    with console.refusing(), running() as shown, tempfile.TemporaryDirectory() as folder:
+    with console.refuse_errors(), show_run() as shown, tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.jsonl"
         with answers.open("w", encoding="utf-8") as file:
             for row in list_page_rows(log):
                 file.write(json.dumps(row) + "\n")
         results = results_of_files({log.model: answers}, ColumnNames(), out)
         bar = Bar(shown, "page")
-        return build(results, out, out, lambda done, total: bar.update(done, total, ""))
+        return build_report(results, out, out, lambda done, total: bar.update(done, total, ""))

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, NamedTuple
 from typer import Option
 
 from catto.cli import console
-from catto.cli.display import duration
+from catto.cli.display import format_duration
 from catto.cli.options import OUTPUT
-from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, folder, read_recipe
+from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, choose_folder, read_recipe
 from catto.io.atomic import write_text
 from catto.methods import METHODS
 from catto.pipeline import run as runner
@@ -52,7 +52,7 @@ def plan(
     catto plan paper --export slurm
     """
     chosen = read_recipe(recipe, sets, seeds)
-    root = folder(chosen, out)
+    root = choose_folder(chosen, out)
     graph = Graph(chosen)
     stages = []
     for stage, standing in runner.list_states(root, [graph.plan_report()]):
@@ -78,7 +78,7 @@ def _export_stages(root: Path, recipe: Recipe, missing: list[Stage], export: Exp
     from catto.pipeline.export import format_makefile, format_slurm_scripts
 
     write_scripts = format_slurm_scripts if export == "slurm" else format_makefile
-    with console.refusing(place="--export: "):
+    with console.refuse_errors(place="--export: "):
         scripts = write_scripts(root, recipe, missing)
     store_recipe(root, recipe)
     command = "make -j 2 -k -f"
@@ -120,5 +120,5 @@ def _count_standings(name: str, members: list[PlannedStage]) -> list[str]:
     counts = Counter(planned.standing for planned in members)
     spent = "-"
     if counts["done"]:
-        spent = duration(sum(planned.seconds or 0.0 for planned in members))
+        spent = format_duration(sum(planned.seconds or 0.0 for planned in members))
     return [name, *(str(counts[standing]) for standing in STANDINGS), spent]

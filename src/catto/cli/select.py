@@ -90,7 +90,7 @@ def select(
     refused = {refusal.question for refusal in read_refused_requests(file)}
     predictions = _read_samples(file, refused)
     written = ""
-    with console.refusing(place=f"{file}: "):
+    with console.refuse_errors(place=f"{file}: "):
         if fit_tau is not None:
             tau = _fit_temperature(fit_tau)
         samples = selection.gather_candidates(predictions, tau)

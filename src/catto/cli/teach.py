@@ -11,10 +11,10 @@ from typing import Annotated
 from typer import Option
 
 from catto import teacher
-from catto.cli.console import check_name, refusing, say
+from catto.cli.console import check_name, refuse_errors, say
 from catto.cli.data import override_task
 from catto.cli.options import INPUT, OUTPUT, QuestionFileOptions, expand_options
-from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
+from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, choose_folder, run_missing
 from catto.pipeline.attempts import attempt_folders
 from catto.pipeline.kinds.questions import load_split, read_questions
 from catto.pipeline.stage import Stage, is_done, stage_dir
@@ -58,7 +58,7 @@ def teach(
     task = chosen.name
     read = open_recipe(recipe, chosen.overrides)
     check_places(recipe, read)
-    root = folder(read, out)
+    root = choose_folder(read, out)
     graph = Graph(read)
     if task is not None:
         check_name("--task", task, read.tasks)
@@ -72,12 +72,12 @@ def teach(
     if dry_run:
         for title, goal in goals.items():
             stage = goal.needs["responses"]
-            with refusing(place=f"{title}: "):
+            with refuse_errors(place=f"{title}: "):
                 estimate = _estimate_requests(root, stage, read.own_teacher, retry_refused)
             for line in estimate.lines():
                 say(f"{title}: {line}")
         return
-    go(recipe, read, root, list(goals.values()), retry_refused)
+    run_missing(recipe, read, root, list(goals.values()), retry_refused)
     for title, goal in goals.items():
         rows = stage_dir(root, goal)
         say(f"{title}: {rows}")

@@ -16,7 +16,7 @@ from catto.metrics.binning import (
     Bools,
     Floats,
     Ints,
-    checked,
+    check_columns,
     rank_shares,
 )
 from catto.metrics.intervals import ROUNDING, Comparison, summarise_draws
@@ -238,8 +238,8 @@ def _align_answers(a: Answers, b: Answers) -> _Pair:
     rows_b = _index_questions(b, name_b)
     _require_questions(rows_a, name_a, rows_b, name_b)
     _require_questions(rows_b, name_b, rows_a, name_a)
-    confidence_a, correct_a = checked(a.confidence, a.correct)
-    confidence_b, correct_b = checked(b.confidence, b.correct)
+    confidence_a, correct_a = check_columns(a.confidence, a.correct)
+    confidence_b, correct_b = check_columns(b.confidence, b.correct)
     order = np.array([rows_b[question] for question in rows_a], dtype=np.intp)
     return _Pair(confidence_a, correct_a, confidence_b[order], correct_b[order])
 

@@ -21,7 +21,7 @@ from catto.metrics.binning import (
     Groups,
     Ints,
     Score,
-    checked,
+    check_columns,
     group_rows,
     split_blocks,
     to_score,
@@ -212,7 +212,7 @@ def auroc_within(
     >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
     0.75
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     if len(question) != len(c):
         raise ValueError(f"question has {len(question)} rows, confidence has {len(c)}")
     rows_of: dict[object, list[int]] = {}

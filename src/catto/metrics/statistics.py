@@ -24,8 +24,8 @@ from catto.metrics.binning import (
     Bools,
     Floats,
     Ints,
-    checked,
-    checked_confidence,
+    check_columns,
+    check_confidence,
     run_starts,
 )
 from catto.metrics.intervals import (
@@ -120,7 +120,7 @@ def bootstrap_table(
     filled = fill_options(options)
     if method not in ("percentile", "bca"):
         raise ValueError(f"method is {method!r}, expected 'percentile' or 'bca'")
-    columns = [checked(run.confidence, run.correct) for run in runs]
+    columns = [check_columns(run.confidence, run.correct) for run in runs]
     numbering = number_questions([run.question for run in runs], [c for c, _ in columns])
     weighted_runs = []
     for (c, z), question in zip(columns, numbering.of_rows, strict=True):
@@ -268,7 +268,7 @@ def null_table(
     1.0
     """
     filled = fill_options(options)
-    confidences = [checked_confidence(run.confidence) for run in runs]
+    confidences = [check_confidence(run.confidence) for run in runs]
     numbering = number_questions([run.question for run in runs], confidences)
     functions = list(metrics.values())
     draws = np.zeros((len(metrics), filled.resamples))

@@ -89,7 +89,7 @@ class ReportSettings(StageSettings):
 
 def run_report(work: Work[ReportSettings]) -> None:
     """Collect every cell's files and how its model was trained; build tables, figures and the page of them."""
-    from catto.report.build import build
+    from catto.report.build import build_report
     from catto.report.numbers import Results
 
     settings = work.settings
@@ -104,7 +104,7 @@ def run_report(work: Work[ReportSettings]) -> None:
         questions=_list_question_files(work.root, settings.cells),
     )
     write_json(work.out / "results.json", results.model_dump(mode="json"))
-    build(results, work.root, work.out, lambda done, total: work.progress(done, total, "measuring"))
+    build_report(results, work.root, work.out, lambda done, total: work.progress(done, total, "measuring"))
 
 
 def _list_question_files(root: Path, cells: Iterable[CellPlan]) -> dict[str, tuple[str, ...]]:
