@@ -237,7 +237,7 @@ def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
 
 def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | None:
     """Return what forced answers became: a label, none, or None if no answer was forced."""
-    forced = [row.label for row in rows if row.source == "fallback"]
+    forced = [row.label for row in rows if row.is_forced]
     if not forced:
         return None
     if None in forced:

@@ -166,11 +166,11 @@ class _PairedRuns:
         The one method gives a's answers as often as `first` says and b's as often as `second` says; the other one the
         other way round. Both (R, Q).
         """
-        one = np.hstack([first, second])
-        other = np.hstack([second, first])
+        kept = np.hstack([first, second])
+        swapped = np.hstack([second, first])
         differences = np.empty((len(self.values), len(first)))
         for places, functions, runs in self._parts:
-            differences[places] = evaluate_runs(functions, runs, one) - evaluate_runs(functions, runs, other)
+            differences[places] = evaluate_runs(functions, runs, kept) - evaluate_runs(functions, runs, swapped)
         return differences
 
 

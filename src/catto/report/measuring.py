@@ -337,7 +337,7 @@ def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Return the predictions with no label where the answer was forced: no label is never right."""
     changed = []
     for prediction in predictions:
-        if prediction.source == "fallback":
+        if prediction.is_forced:
             changed.append(prediction.model_copy(update={"label": None}))
         else:
             changed.append(prediction)

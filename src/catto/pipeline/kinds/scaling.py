@@ -54,7 +54,7 @@ def run_rescaling(work: Work[ScalingSettings]) -> None:
     kind = work.settings.kind
     summary = {
         "temperature": predictions[0].temperature,
-        "fallback_rate": fmean(prediction.source == "fallback" for prediction in predictions),
+        "fallback_rate": fmean(prediction.is_forced for prediction in predictions),
     }
     if kind == "vector":
         vector = VectorScaling.model_validate(read_json(work.input("tau") / VECTOR)["scaling"])
