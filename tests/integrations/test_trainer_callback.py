@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,33 @@ def test_every_trainer_logs_numbers_and_an_image(kind: str, tmp_path: Path) -> N
     history = [entry for entry in trainer.state.log_history if "eval_reliability_ece" in entry]
     assert [entry["step"] for entry in history] == [1, 2]
     assert [entry["eval_reliability_ece"] for entry in history] == pytest.approx([point.value for point in scalars])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "block"), [("dpo+catto", "preference"), ("cft", "rcft")])
+def test_a_run_of_a_recipe_logs_what_its_trainer_measures(method: str, block: str, tmp_path: Path) -> None:
+    """The trainer's own numbers, `val_ece` and so on, and those next to the diagram are of the same answers."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from train_world import made_work
+
+    from catto.pipeline.kinds.train import run_train
+
+    settings = {"epochs": 1, "batch_size": 2, "checkpoint_steps": 1, "trl": {"report_to": "tensorboard"}}
+    work = made_work(tmp_path, method, **{block: settings})
+    run_train(work)
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ
+    [folder] = (tmp_path / "tensorboard").iterdir()
+    own = EventAccumulator(str(folder)).Reload()
+    ours = EventAccumulator(str(folder / "reliability")).Reload()
+    assert ours.Tags()["images"] == ["eval/reliability"]
+    for name, same in (("ece", "val_ece"), ("accuracy", "val_accuracy"), ("mean_confidence", "val_confidence")):
+        points = ours.Scalars(f"eval/reliability_{name}")
+        expected = own.Scalars(f"eval/{same}")
+        assert len(points) > 1
+        assert [point.step for point in points] == [point.step for point in expected]
+        assert [point.value for point in points] == pytest.approx([point.value for point in expected], abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore")

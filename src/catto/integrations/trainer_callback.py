@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -18,12 +18,13 @@ from transformers import TrainerCallback
 
 from catto.answer_columns import ParseCounts
 from catto.measure import MeasureSettings, measure_runs
-from catto.metrics.binning import reliability
+from catto.metrics.binning import Bools, Floats, reliability
 from catto.metrics.resampling import Answers
 from catto.predict import evaluate_model
 from catto.prompts import check_ids
 from catto.records import Prediction, Question
 from catto.report.drawing import STYLE, Panel, reliability_figure
+from catto.training.monitor import MonitoredTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,9 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
             reasoning=self.reasoning,
             max_tokens=self.max_tokens,
         )
-        record = make_log(predictions, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
+        record = make_log(
+            read_predictions(predictions), step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir)
+        )
         named = record.with_prefix(PREFIX)
         metrics = kwargs.get("metrics")
         if metrics is not None:
@@ -113,27 +116,73 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
             return
         state.log_history.append({**named, "step": state.global_step})
         logger.info("step %d: %s", state.global_step, named)
-        for tracker in list_trackers(args.report_to):
-            TRACKERS[tracker](record)
+        send_to_trackers(record, args.report_to)
 
 
-def make_log(predictions: Sequence[Prediction], *, step: int, bins: int, output_dir: Path) -> ReliabilityLog:
-    """Measure predictions and draw their reliability diagram.
+class ValidationReliability(TrainerCallback):  # type: ignore[misc]
+    """Log how reliable the label confidences are that catto's own trainers measure at every evaluation.
+
+    `catto run` adds it where the recipe's `trl` block names a tracker. The trainer has already computed the
+    confidences after reasoning that was sampled once, so nothing is generated.
 
     Args:
-        predictions: At least one prediction.
+        trainer: The trainer, whose `validation` is not empty.
+        bins: Number of bins of the ECE and the diagram.
+    """
+
+    def __init__(self, trainer: MonitoredTrainer, *, bins: int = 20) -> None:
+        self.trainer = trainer
+        self.bins = bins
+        self.logged_step: int | None = None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log numbers and diagram, once per step: each of several datasets ends with this event."""
+        answers = self.trainer.validation_answers
+        if answers is None or not state.is_world_process_zero or state.global_step == self.logged_step:
+            return
+        self.logged_step = state.global_step
+        measured = MeasuredAnswers(answers.confidence, answers.correct, None)
+        record = make_log(measured, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
+        send_to_trackers(record, args.report_to)
+
+
+class MeasuredAnswers(NamedTuple):
+    """What is logged of N answers.
+
+    Attributes:
+        confidence: (N,) in [0, 1].
+        correct: (N,) booleans.
+        sources: How the answers were parsed; None if none was.
+    """
+
+    confidence: Floats
+    correct: Bools
+    sources: ParseCounts | None
+
+
+def read_predictions(predictions: Sequence[Prediction]) -> MeasuredAnswers:
+    """Return predictions as columns."""
+    confidence = np.array([prediction.confidence for prediction in predictions], dtype=np.float64)
+    correct = np.array([prediction.is_correct for prediction in predictions], dtype=np.bool_)
+    return MeasuredAnswers(confidence, correct, ParseCounts.of(prediction.source for prediction in predictions))
+
+
+def make_log(answers: MeasuredAnswers, *, step: int, bins: int, output_dir: Path) -> ReliabilityLog:
+    """Measure answers and draw their reliability diagram.
+
+    Args:
+        answers: At least one answer.
         step: Number of optimizer steps so far.
         bins: Number of bins.
         output_dir: The trainer's output folder.
     """
-    confidence = np.array([prediction.confidence for prediction in predictions], dtype=np.float64)
-    correct = np.array([prediction.is_correct for prediction in predictions], dtype=np.bool_)
     settings = MeasureSettings(MEASURED, bins=bins, resamples=NULL_DRAWS)
-    results = measure_runs([Answers(None, confidence, correct)], settings)
-    sources = ParseCounts.of(prediction.source for prediction in predictions)
+    results = measure_runs([Answers(None, answers.confidence, answers.correct)], settings)
     numbers = {name: float(results[name].interval.value) for name in MEASURED}
-    numbers["fallback_rate"] = sources.share("fallback")
-    panel = Panel(f"Step {step}", reliability(confidence, correct, bins), results["ece"].null, sources)
+    if answers.sources is not None:
+        numbers["fallback_rate"] = answers.sources.share("fallback")
+    diagram = reliability(answers.confidence, answers.correct, bins)
+    panel = Panel(f"Step {step}", diagram, results["ece"].null, answers.sources)
     return ReliabilityLog(step=step, numbers=numbers, figure=draw_panel(panel), output_dir=output_dir)
 
 
@@ -162,6 +211,12 @@ def list_trackers(report_to: str | Sequence[str] | None) -> list[str]:
 
         names = get_available_reporting_integrations()
     return [name for name in names if name in TRACKERS]
+
+
+def send_to_trackers(record: ReliabilityLog, report_to: str | Sequence[str] | None) -> None:
+    """Log to every tracker in `report_to` that this module knows."""
+    for tracker in list_trackers(report_to):
+        TRACKERS[tracker](record)
 
 
 def _log_to_tensorboard(record: ReliabilityLog) -> None:

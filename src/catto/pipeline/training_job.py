@@ -59,6 +59,10 @@ def train_method(job: TrainingJob, progress: Progress) -> None:
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
+    if trainer.args.report_to and trainer.validation:
+        from catto.integrations.trainer_callback import ValidationReliability
+
+        trainer.add_callback(ValidationReliability(trainer))
     checkpoint = newest_complete(job.out / "checkpoints")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     weights = gather_weights(trainer)

@@ -76,8 +76,7 @@ def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[st
     """
     gold_index = np.asarray(gold)
     gold_logprob = logprobs[np.arange(len(gold_index)), gold_index]
-    confidence = np.minimum(np.exp(logprobs.max(axis=1)), 1.0)
-    correct = logprobs.argmax(axis=1) == gold_index
+    confidence, correct = choose_labels(logprobs, gold)
     return {
         "val_accuracy": errors.accuracy(confidence, correct),
         "val_ece": errors.ece(confidence, correct),
@@ -85,6 +84,29 @@ def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[st
         "val_nll": float(-gold_logprob.mean()),
         "val_confidence": float(confidence.mean()),
     }
+
+
+class LabelAnswers(NamedTuple):
+    """The likeliest label of each example.
+
+    Attributes:
+        confidence: Its raw probability, (N,).
+        correct: Whether it is the right one, (N,).
+    """
+
+    confidence: NDArray[np.float64]
+    correct: NDArray[np.bool_]
+
+
+def choose_labels(logprobs: NDArray[np.float64], gold: Sequence[int]) -> LabelAnswers:
+    """Choose the likeliest label of each example.
+
+    Args:
+        logprobs: Log-probabilities of the labels (N, K).
+        gold: Index of each example's right label.
+    """
+    confidence = np.minimum(np.exp(logprobs.max(axis=1)), 1.0)
+    return LabelAnswers(confidence, logprobs.argmax(axis=1) == np.asarray(gold))
 
 
 class _UnreadLoss(NamedTuple):
@@ -100,9 +122,14 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
 
     Its numbers reach the trackers as `eval_val_accuracy` and so on, and Transformers' own choice of the best
     checkpoint reads them. Of steps that are equally good by one of them, the later is kept.
+
+    Attributes:
+        validation: The held-out examples.
+        validation_answers: Their answers at the last evaluation; None before the first.
     """
 
     validation: Sequence[Example] = ()
+    validation_answers: LabelAnswers | None = None
     _metrics_to_log: Sequence[tuple[str, float]] = ()
     _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were loaded after it
     _unread_losses: tuple[_UnreadLoss, ...] = ()
@@ -126,6 +153,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
         logprobs = compute_label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
         gold = [example.label.gold for example in self.validation]
+        self.validation_answers = choose_labels(logprobs, gold)
         metrics = label_metrics(logprobs, gold)
         return [(f"{prefix}_{name}", value) for name, value in metrics.items()]
 

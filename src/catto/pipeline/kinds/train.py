@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,8 +65,23 @@ def run_train(work: Work[TrainSettings]) -> None:
     if not (work.out / "training.json").exists():
         from catto.pipeline.training_job import start_training  # it imports torch, which takes seconds
 
-        start_training(make_job(work), work.progress)
+        with _tensorboard_folder(work):
+            start_training(make_job(work), work.progress)
     shutil.rmtree(work.out / "checkpoints", ignore_errors=True)  # they are several times the model
+
+
+@contextmanager
+def _tensorboard_folder(work: Work[TrainSettings]) -> Iterator[None]:
+    """Have TensorBoard's files written next to the stages: those in a checkpoint folder are deleted with it."""
+    variable = "TENSORBOARD_LOGGING_DIR"
+    if variable in os.environ:
+        yield
+        return
+    os.environ[variable] = str(work.root / "tensorboard" / work.stage.folder)
+    try:
+        yield
+    finally:
+        del os.environ[variable]
 
 
 def make_job(work: Work[TrainSettings]) -> TrainingJob:
