@@ -234,7 +234,7 @@ def draw_question_counts(
     Yields:
         How often each question was drawn, in batches of (R, Q).
 
-    >>> [batch.sum(axis=1).tolist() for batch in question_counts(5, 3, seed=0)]
+    >>> [batch.sum(axis=1).tolist() for batch in draw_question_counts(5, 3, seed=0)]
     [[5, 5, 5]]
     """
     draw = _draw_and_keep_counts if questions * resamples <= KEPT_COUNTS else _draw_counts
