@@ -274,7 +274,7 @@ def test_unexpected_errors_keep_their_traceback(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", plain()[:3])
     code = (
         "def broken(*a, **k): raise ValueError('a defect')\n"
-        "import catto.measure as m\nm.statistics.bootstrap_table = broken\n"
+        "import catto.measure as m\nm.bootstrap_table = broken\n"
         f"from catto.cli import main\nmain(['measure', {str(path)!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
