@@ -1,6 +1,7 @@
 """How often `catto calibrate threshold` finds a threshold, how much it answers and how often its promise fails.
 
     python benchmarks/thresholds.py --draws 1000
+    python benchmarks/thresholds.py --draws 200 --mapie      # pip install mapie
 
 Every world has a known error rate above each threshold, so a failed promise can be counted. The method of catto is
 compared with the one before it: 76 thresholds fixed in advance, each with 1/76 of delta.
@@ -9,6 +10,7 @@ compared with the one before it: 76 thresholds fixed in advance, each with 1/76 
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -69,22 +71,51 @@ def find_in_sequence(confidence: Floats, correct: Bools) -> float | None:
 METHODS: dict[str, Method] = {"before": find_with_union_bound, "now": find_in_sequence}
 
 
+def make_mapie_method(starts: int | None) -> Method:
+    """Return MAPIE's risk control: Bonferroni-Holm, its default, or fixed sequences with this many starts."""
+    from mapie.risk_control import BinaryClassificationController, FWERFixedSequenceTesting, precision
+
+    correction = "bonferroni_holm" if starts is None else FWERFixedSequenceTesting(n_starts=starts)
+
+    def find_with_mapie(confidence: Floats, correct: Bools) -> float | None:
+        controller = BinaryClassificationController(
+            lambda rows: np.column_stack([1 - rows[:, 0], rows[:, 0]]),
+            precision,
+            target_level=1 - RISK,
+            confidence_level=1 - DELTA,
+            fwer_method=correction,
+        )
+        controller.calibrate(confidence[:, None], correct.astype(int))
+        valid = controller.valid_predict_params
+        return float(np.min(valid)) if len(valid) else None
+
+    return find_with_mapie
+
+
 def main() -> None:
     """Print one line per world and size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=1000)
-    draws = parser.parse_args().draws
+    parser.add_argument("--mapie", action="store_true", help="compare with MAPIE's risk control instead")
+    arguments = parser.parse_args()
+    draws = arguments.draws
+    methods = METHODS
+    if arguments.mapie:
+        warnings.filterwarnings("ignore")
+        methods = {"holm": make_mapie_method(None), "4 starts": make_mapie_method(4), "catto": find_in_sequence}
     largest = binom.ppf(1 - SIGNIFICANCE, draws, DELTA) / draws
     print(f"target risk {RISK}, delta {DELTA}, {draws} draws; broken above {largest:.1%} is significantly above delta")
-    print("| world | rows | found before | now | coverage before | now | broken before | now |")
-    print("|---|---|---|---|---|---|---|---|")
+    titles = ["world", "rows"]
+    for number in Outcome._fields:
+        titles += [f"{number} {name}" for name in methods]
+    print(f"| {' | '.join(titles)} |")
+    print("|---" * len(titles) + "|")
     for world in WORLDS:
         for rows in SIZES:
-            before = simulate(world, rows, draws, METHODS["before"])
-            now = simulate(world, rows, draws, METHODS["now"])
+            outcomes = [simulate(world, rows, draws, method) for method in methods.values()]
             cells = [world, f"{rows:,}"]
-            for old_share, new_share in zip(before, now, strict=True):
-                cells += [f"{100 * old_share:.1f}", f"{100 * new_share:.1f}"]
+            for shares in zip(*outcomes, strict=True):
+                cells += [f"{100 * share:.1f}" for share in shares]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

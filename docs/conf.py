@@ -47,6 +47,7 @@ docs/tutorials/answer-when-sure
 docs/measure
 docs/use-with
 docs/data
+docs/answers-without-labels
 docs/method
 ```
 

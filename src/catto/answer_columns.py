@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from catto.formats.columns import ColumnNames, Fields
 from catto.io.tables import read_plain_table
 from catto.metrics.binning import Bools, Floats
 from catto.metrics.resampling import Answers
-from catto.records import Unparsed
+from catto.records import AnswerSource, Unparsed
 
 # Columns that name the question of a row. `id` is last because it may number the rows.
 QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
@@ -53,6 +53,7 @@ class ParseCounts:
         free: Answers in their tags.
         plain: Answers without tags.
         fallback: Answers that could not be parsed and were forced to be one of the labels.
+        none: Responses without an answer, where there are no labels.
 
     >>> ParseCounts.of(["free"] * 3 + ["fallback"] * 17).warning
     '17 of 20 answers had to be forced: the numbers below describe the fallback, not the model.'
@@ -61,12 +62,13 @@ class ParseCounts:
     free: int = 0
     plain: int = 0
     fallback: int = 0
+    none: int = 0
 
     @classmethod
     def of(cls, values: Iterable[str]) -> ParseCounts:
         """Count the values of `Prediction.source`."""
         counts = Counter(values)
-        return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"])
+        return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"], none=counts["none"])
 
     @classmethod
     def total_of(cls, parts: Iterable[ParseCounts]) -> ParseCounts:
@@ -77,15 +79,16 @@ class ParseCounts:
                 free=total.free + part.free,
                 plain=total.plain + part.plain,
                 fallback=total.fallback + part.fallback,
+                none=total.none + part.none,
             )
         return total
 
     @property
     def total(self) -> int:
         """All answers."""
-        return self.free + self.plain + self.fallback
+        return self.free + self.plain + self.fallback + self.none
 
-    def share(self, kind: Literal["free", "plain", "fallback"]) -> float:
+    def share(self, kind: AnswerSource) -> float:
         """Return the share of one kind, 0 if there are no answers."""
         if self.total == 0:
             return 0.0
@@ -113,6 +116,8 @@ class ParseCounts:
         text = f"fallback {100 * self.share('fallback'):.1f} %"
         if note:
             text += f" ({note})"
+        if self.none:
+            text += f", no answer {100 * self.share('none'):.1f} %"
         if self.plain:
             text += f", plain {100 * self.share('plain'):.1f} %"
         return text
@@ -287,7 +292,7 @@ def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
     if sources is None:
         return None
     kinds = set(sources)
-    if kinds <= {"free", "plain", "fallback"}:
+    if kinds <= {"free", "plain", "fallback", "none"}:
         return sources
     only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}
     if "fallback" in kinds and only_some_are_missing:

@@ -41,7 +41,17 @@ from catto.metrics.calibrators import (
 )
 from catto.metrics.risk import estimate_rows_needed, threshold_for_risk
 from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
-from catto.records import FinalAnswer, Manifest, Prediction, Protocol, Record, Unparsed, content_hash
+from catto.records import (
+    CONFIDENCE_KINDS,
+    ConfidenceKind,
+    FinalAnswer,
+    Manifest,
+    Prediction,
+    Protocol,
+    Record,
+    Unparsed,
+    content_hash,
+)
 
 On = Literal["confidence", "labels"]
 Kind = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
@@ -77,11 +87,21 @@ class Fitted:
     questions: tuple[str, ...] | None = None
     protocol: Protocol | None = None
     rows: int | None = None
+    confidence_kind: ConfidenceKind | None = None  # what it reads, if not the labels' own probabilities
 
     @property
     def digest(self) -> str:
         """What tells this calibrator from others."""
-        return content_hash([self.on, self.calibrator.model_dump()])
+        identity: list[object] = [self.on, self.calibrator.model_dump()]
+        if self.confidence_kind is not None:
+            identity.append(self.confidence_kind)
+        return content_hash(identity)
+
+    def check_kind(self, kind: str | None) -> None:
+        """Raise ValueError if the confidences are of another kind than those that the calibrator was fitted on."""
+        own = self.confidence_kind or "label"
+        if (kind or "label") != own:
+            raise ValueError(f"the calibrator was fitted on the confidence kind {own}, these are {kind or 'label'}")
 
     def calibrate_samples(self, predictions: Sequence[Prediction]) -> list[Prediction]:
         """Return samples with calibrated confidences; a calibrator of final answers leaves samples as they are.
@@ -90,13 +110,15 @@ class Fitted:
         """
         if self.protocol is not None:
             return list(predictions)
+        for kind in {prediction.confidence_kind for prediction in predictions}:
+            self.check_kind(kind)
         if self.on == "confidence":
             new = self.of_confidences([prediction.confidence for prediction in predictions]).tolist()
         else:
             new = [self.find_label_confidence(row.label_logprobs, row.label, row.name) for row in predictions]
         calibrated = []
         for prediction, confidence in zip(predictions, new, strict=True):
-            if prediction.label is None:
+            if prediction.choice is None:
                 confidence = 0.0
             calibrated.append(prediction.model_copy(update={"confidence": confidence}))
         return calibrated
@@ -126,9 +148,8 @@ class Fitted:
             return self.of_confidences(answers.confidence)
         with data_errors_at(answers.source):
             rows = read_labels(answers.source, names)
-            return np.array(
-                [self.find_label_confidence(logprobs, answer) for logprobs, answer, _ in rows], dtype=np.float64
-            )
+            confidences = [self.find_label_confidence(logprobs, answer) for logprobs, answer, _ in rows]
+        return np.array(confidences, dtype=np.float64)
 
     def count_fit_questions(self, questions: Iterable[str]) -> int | None:
         """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
@@ -184,13 +205,27 @@ def fit_answers(
     known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
     protocol = final_notes(path).get("protocol")
     with data_errors_at(manifest_path(path), field="notes: "):
-        return Fitted(calibrator, on, known, protocol, len(answers))
+        return Fitted(calibrator, on, known, protocol, len(answers), _read_kind(path, names))
+
+
+def _read_kind(path: Path, names: ColumnNames) -> Any:
+    """Return the kind of a file's confidences; None for a label's own probability, or if the file does not say."""
+    protocol = final_notes(path).get("protocol")
+    if protocol is not None:
+        return protocol.get("confidence_kind")
+    _, first = next(iter(read_answers(path, names)))
+    kind = first.get("confidence_kind")
+    if kind is not None and names.confidence.startswith("confidences."):
+        kind = names.confidence.removeprefix("confidences.")
+    return None if kind not in CONFIDENCE_KINDS or kind == "label" else kind
 
 
 def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
     """Write a calibrator with its manifest, which names the file it was fitted on."""
     protocol = None if fitted.protocol is None else fitted.protocol.model_dump()
     notes = {"on": fitted.on, "fitted_on": fitted_on, "questions": fitted.questions, "protocol": protocol}
+    if fitted.confidence_kind is not None:
+        notes["confidence_kind"] = fitted.confidence_kind
     manifest_path(out).unlink(missing_ok=True)  # of the calibrator that is replaced
     record_files.write_record(out, fitted.calibrator)
     counts = {"rows": fitted.rows or 0}
@@ -239,6 +274,10 @@ def _digests(questions: Iterable[str]) -> tuple[str, ...]:
 def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
     """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
     answers = read_confidences(path, names)
+    kind = _read_kind(path, names)
+    if kind is not None or fitted.confidence_kind is not None:
+        with data_errors_at(path):
+            fitted.check_kind(kind)
     calibrated = fitted.confidences(answers, names)
     raw = f"{names.confidence}_raw"
     final = final_notes(path)
@@ -285,12 +324,12 @@ def final_answers(
         used = row[:count]
         tokens = [other.tokens for other in used if other.tokens is not None]
         answer = FinalAnswer(
-            **chosen.model_dump(include={"question", "sample", "label", "gold", "source"}),
+            **chosen.model_dump(include={"question", "sample", "label", "answer", "gold", "source"}),
             correct=chosen.is_correct,
-            confidence=stated if chosen.label is not None else 0.0,
+            confidence=stated if chosen.choice is not None else 0.0,
             confidence_raw=chosen.confidence,
             samples=count,
-            votes=sum(other.label == chosen.label for other in used if other.label is not None),
+            votes=sum(other.choice == chosen.choice for other in used if other.choice is not None),
             tokens=sum(tokens) if len(tokens) == count else None,
         )
         answers.append(answer)

@@ -262,6 +262,9 @@ def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]])
         if row["source"] == "fallback":
             fallback = "none" if row["label"] is None else fallback or "answer"
     made = {"rule": ONE_SAMPLE, "k": 1, "temperature": temperatures.pop(), "fallback": fallback}
+    kind = rows[0].get("confidence_kind")
+    if kind != "label":
+        made["confidence_kind"] = kind
     return AnswerSource(names, None, Protocol.model_validate(made), models)
 
 

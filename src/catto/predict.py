@@ -37,7 +37,7 @@ from catto.io.journal import Journal, read_refusals
 from catto.io.record_files import library_versions, manifest_path, read_manifest, read_records
 from catto.metrics.selection import token_certainty
 from catto.prompts import asked_hash, check_ids, render_messages
-from catto.records import Manifest, Prediction, Question, Refusal, Sampled, content_hash
+from catto.records import Manifest, Message, Prediction, Question, Refusal, Sampled, content_hash
 
 if TYPE_CHECKING:
     from catto.engines.server import ServerEngine
@@ -46,6 +46,7 @@ R = TypeVar("R", ScoredGeneration, Prediction)
 T = TypeVar("T")
 EvaluationProgress = Callable[[int, int, int], None]  # records done, records in all, correct predictions
 STOP = ("</answer>",)
+STOP_STATED = ("</confidence>",)
 # This many batches are generated before their predictions are written: a kill loses at most these.
 BATCHES_PER_CHUNK = 4
 PLURALS: dict[type, str] = {ScoredGeneration: "generations", Prediction: "predictions"}
@@ -60,6 +61,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     max_tokens: int
     reasoning: bool
+    stated: bool
 
 
 class EvaluationOptions(SamplingOptions, total=False):
@@ -81,6 +83,7 @@ class EvaluationRunSettings:
         seed: Seed of the samples.
         max_tokens: Maximum number of generated tokens.
         reasoning: Whether the model is asked to reason before it answers.
+        stated: Whether the model is asked to state its confidence after the answer.
         out: The file of records; None writes no file.
         progress: Called with the records done, the records in all, and the correct predictions.
         retry_refused: Whether refused requests are asked again.
@@ -92,6 +95,7 @@ class EvaluationRunSettings:
     seed: int = 0
     max_tokens: int = 512
     reasoning: bool = True
+    stated: bool = False
     out: Path | None = None
     progress: EvaluationProgress | None = None
     retry_refused: bool = False
@@ -327,9 +331,22 @@ class RunOutcomes(Generic[R]):
 
 
 class EvaluationRun:
-    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once."""
+    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once.
 
-    def __init__(self, engine: Engine, questions: Iterable[Question], settings: EvaluationRunSettings) -> None:
+    Args:
+        engine: The engine that runs the model.
+        questions: The questions.
+        settings: How they are asked.
+        chats: Question id -> the messages that ask it, where these are not the question's own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        questions: Iterable[Question],
+        settings: EvaluationRunSettings,
+        chats: Mapping[str, tuple[Message, ...]] | None = None,
+    ) -> None:
         listed = list(questions)
         self.engine = engine
         self.settings = settings
@@ -337,7 +354,10 @@ class EvaluationRun:
         self.chunk = chunk_size(engine.batch_size, settings.k)
         self.asked: dict[str, AskedQuestion] = {}
         for question in listed:
-            chat = render_messages(question, reasoning=settings.reasoning)
+            if chats is not None:
+                chat = chats[question.id]
+            else:
+                chat = render_messages(question, reasoning=settings.reasoning, confidence=settings.stated)
             self.asked[question.id] = AskedQuestion(question, chat)
         self.keys: dict[Key, int] = {}  # every (question, sample) -> its place in the file
         for question in listed:
@@ -368,8 +388,8 @@ class EvaluationRun:
                 temperature=self.temperatures[sample],
                 seed=request_seed(self.settings.seed, question, sample),
                 max_tokens=self.settings.max_tokens,
-                stop=STOP,
-                keep_states=True,
+                stop=STOP_STATED if self.settings.stated else STOP,
+                keep_states=self.asked[question].question.has_labels,
             )
             self.todo.append(request)
         return self.engine.generate(self.todo)
@@ -507,7 +527,7 @@ class EvaluationRun:
         """Refuse labels that tokens cannot tell apart before anything is generated."""
         if self.engine.tokenizer is None:
             return
-        label_sets = dict.fromkeys(asked.question.labels for asked in self.asked.values())
+        label_sets = dict.fromkeys(asked.question.labels for asked in self.asked.values() if asked.question.has_labels)
         for labels in label_sets:
             check_labels(self.engine.tokenizer, labels)
 
@@ -582,7 +602,7 @@ class EvaluationRun:
         )
 
     def _hashed_settings(self) -> dict[str, Any]:
-        return {
+        hashed = {
             "engine": self.engine.name,
             "model": self.engine.model,
             "temperatures": self.temperatures,
@@ -591,6 +611,9 @@ class EvaluationRun:
             "reasoning": self.settings.reasoning,
             "chunk": self.chunk,
         }
+        if self.settings.stated:
+            hashed["stated"] = True
+        return hashed
 
     def _count_outcomes(self, kind: type[R], records: Sequence[R], refused: Sequence[Refusal]) -> dict[str, int]:
         if not records:

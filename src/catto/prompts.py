@@ -120,9 +120,20 @@ def render_judgement(question: Question, answer: str, *, reasoning: bool = True)
     ['system', 'user', 'assistant', 'user']
     """
     asked = render_messages(question, reasoning=reasoning)
+    return add_judgement(asked, answer, brief=find_wording(question).brief)
+
+
+def add_judgement(asked: Sequence[Message], answer: str, *, brief: bool = False) -> tuple[Message, ...]:
+    """Add to the messages that ask a question those that propose an answer and ask whether it is right.
+
+    Args:
+        asked: The messages.
+        answer: The proposed answer.
+        brief: Whether the form of the answer is left unexplained, as in `Wording`.
+    """
     proposed = Message(role="assistant", content=render_completion(None, answer))
     either = " or ".join(JUDGEMENT_LABELS)
-    if find_wording(question).brief:
+    if brief:
         request = f"Is this right? {either}?"
     else:
         form = render_completion(None, either)
@@ -310,7 +321,7 @@ def open_fingerprint() -> str:
             question = Question(
                 id="probe", task=task, split="test", fields={"question": "q"}, gold="1", accepted=("1",), grade=grade
             )
-            rendered.append(_list_open_prompts(question))
+            rendered.append([task, *_list_open_prompts(question)])
     for task in WORDING:
         rendered.append(_list_open_prompts(_probe_questions(task)[0]))
     return content_hash(rendered)

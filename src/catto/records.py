@@ -21,6 +21,12 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts as it is, or as wrong
 Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is compared with the accepted ones
 
+# How an answer was found: in its tags, without them, or forced. A response without a short answer has `none`.
+AnswerSource = Literal["free", "plain", "fallback", "none"]
+# Where a confidence comes from: the label's probability, the share of equal samples, the probability that the model
+# calls its own answer right, or the number that it states.
+ConfidenceKind = Literal["label", "agreement", "ptrue", "verbal"]
+CONFIDENCE_KINDS: tuple[ConfidenceKind, ...] = ("label", "agreement", "ptrue", "verbal")
 GRADES: tuple[Grade, ...] = ("exact", "number", "any-of")
 
 # float32 may round the logarithm of a probability of 1 up to this.
@@ -215,7 +221,14 @@ class Prediction(Sampled):
     sample: int = Field(ge=0)
     text: str
     label: str | None
-    source: Literal["free", "plain", "fallback"]
+    # The following four are not stored if None: a label's own probability needs none of them.
+    answer: str | None = Field(default=None, exclude_if=lambda answer: answer is None)
+    correct: bool | None = Field(default=None, exclude_if=lambda correct: correct is None)
+    confidence_kind: ConfidenceKind | None = Field(default=None, exclude_if=lambda kind: kind is None)
+    confidences: dict[str, Annotated[float, Field(ge=0, le=1)] | None] | None = Field(
+        default=None, exclude_if=lambda confidences: confidences is None
+    )
+    source: AnswerSource
     confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float | None = None  # before a calibrator, where one was applied
     label_logprobs: dict[str, LogProbability] | None = None
@@ -231,8 +244,17 @@ class Prediction(Sampled):
 
     @property
     def is_correct(self) -> bool:
-        """Whether the label is the gold one; no label is never right."""
+        """Whether the answer was graded as right, else whether the label is the gold one; none is never right."""
+        if self.correct is not None:
+            return self.correct
         return self.label == self.gold
+
+    @property
+    def choice(self) -> str | None:
+        """What samples of a question are compared by: the label, or the normalised answer; None without either."""
+        if self.label is not None:
+            return self.label
+        return self.answer
 
     @property
     def is_forced(self) -> bool:
@@ -258,25 +280,34 @@ class Protocol(Record):
     temperature: float = Field(ge=0)
     fallback: Literal["answer", "none"] | None
     stop: float | None = None
+    # What the confidences are; not stored if they are the labels' own.
+    confidence_kind: ConfidenceKind | None = Field(default=None, exclude_if=lambda kind: kind is None)
 
 
 class FinalAnswer(Record):
     """The answer chosen among a question's samples; `confidence_raw` is the model's own for the chosen sample.
 
-    `sample` was chosen of the `samples` that were taken; `votes` of them have its label, all have `tokens` tokens.
+    `sample` was chosen of the `samples` that were taken; `votes` of them have its label, or its answer where there are
+    no labels, and all have `tokens` tokens.
     """
 
     question: str
     sample: int
     label: str | None
+    answer: str | None = Field(default=None, exclude_if=lambda answer: answer is None)
     gold: str
     correct: bool
     confidence: float = Field(ge=0, le=1, strict=True)
     confidence_raw: float = Field(ge=0, le=1)
-    source: Literal["free", "plain", "fallback"]
+    source: AnswerSource
     samples: int
     votes: int
     tokens: int | None
+
+    @property
+    def choice(self) -> str | None:
+        """The label, or the answer where there are no labels; None without either."""
+        return self.answer if self.label is None else self.label
 
 
 class PairLogprobs(Record):

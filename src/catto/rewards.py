@@ -7,12 +7,12 @@
 Each function has TRL's signature and reads these columns of the dataset:
 
 - `gold`: the right label, the accepted answer, or a list of accepted answers; None gives no reward to that row;
-- `labels`: the labels of a multiple-choice question; without it the answer is a short text or a number;
+- `labels`: the labels of a multiple-choice question; without any the answer is a short text or a number;
 - `grade`: `exact`, `number` or `any-of`, for answers without labels; `exact` if there is no such column.
 
 Answers and confidences are read as everywhere in catto: the answer from its `<answer>` block, the confidence from
-`<confidence>0.8</confidence>`, both strictly. The files that `catto teach` writes have `prompt`, `labels` and `gold`.
-Options of a function are set with `functools.partial`. No function needs torch.
+`<confidence>0.8</confidence>`, both strictly. The prompt must ask for them; `catto.prompts.render_messages` does so
+with `confidence=True`. Options of a function are set with `functools.partial`. No function needs torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def correctness_reward(
     Args:
         completions: The completions: texts, or lists of messages, of which the last one is read.
         gold: The right label or the accepted answers of each row; None gives no reward to that row.
-        labels: The labels of each row; None for rows whose answer is a short text or a number.
+        labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
         grade: How answers without labels are compared; see `catto.answer.grading`.
         tolerance: The largest relative difference of numbers.
         columns: The other columns, and what TRL adds.
@@ -323,7 +323,7 @@ def grade_completions(
             graded.append(None)
             continue
         text = read_completion_text(completion)
-        if label_column[row] is not None:
+        if label_column[row]:
             graded.append(_grade_label(text, gold[row], label_column[row]))
         else:
             graded.append(_grade_short_answer(text, gold[row], grade_column[row] or "exact", tolerance))

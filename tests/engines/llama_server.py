@@ -7,10 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from gateway_world import until
 
@@ -20,7 +22,7 @@ settings = xllamacpp.CommonParams()
 settings.model.path, settings.port = sys.argv[1], int(sys.argv[2])
 settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = 4096, 4, 1
 server = xllamacpp.Server(settings)
-time.sleep(600)
+time.sleep(1200)
 """
 
 
@@ -32,23 +34,26 @@ def free_port() -> int:
 @contextmanager
 def process(url: str, *arguments: str) -> Iterator[None]:
     """A process that lasts as long as the context, once it answers at the address."""
-    started = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    def ready() -> bool:
-        if started.poll() is not None:
-            raise RuntimeError(started.communicate()[1].decode()[-2000:])
+    # A file, not a pipe: nobody reads while the process runs, and llama.cpp's log of some 200 requests fills a pipe.
+    with tempfile.TemporaryFile() as log:
+        started = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=log)
         try:
-            with urllib.request.urlopen(url, timeout=5) as reply:
-                return bool(reply.status == 200)
-        except OSError:
-            return False
+            until(lambda: _is_ready(started, url, log), 120)
+            yield
+        finally:
+            started.kill()
+            started.wait()
 
+
+def _is_ready(started: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> bool:
+    if started.poll() is not None:
+        log.seek(0)
+        raise RuntimeError(log.read().decode()[-2000:])
     try:
-        until(ready, 120)
-        yield
-    finally:
-        started.kill()
-        started.communicate()
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 def gguf() -> Path:

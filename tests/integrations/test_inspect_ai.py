@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import write_lines
+from pages import ROOT, blocks
 
 pytest.importorskip("inspect_ai", reason="inspect_ai (pip install inspect_ai)")
 
@@ -179,24 +181,20 @@ def test_names_are_found_by_the_entry_point() -> None:
     assert done.stdout.strip() == "[True, True, True, True]", done.stderr
 
 
-# The probabilities of an evaluation by inspect_ai's own Transformers engine, worked out again without a batch.
-EVALUATION = """
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.solver import multiple_choice
-from catto.integrations.inspect_ai import choice_with_confidence
-
-@task
-def words():
-    samples = []
-    for number, text in enumerate(["the witness", "a label", "true or false", "reason"]):
-        samples.append(Sample(id=number, input=text, choices=["red", "blue"], target="A"))
-    return Task(dataset=samples, solver=multiple_choice(), scorer=choice_with_confidence())
-"""
+def write_page_task(folder: Path) -> None:
+    """Write the task of the page to a file, and questions in the default form of inspect_ai."""
+    page = (ROOT / "docs" / "use-with.md").read_text(encoding="utf-8")
+    [code] = [block.text for block in blocks(page) if "inspect_ai" in block.text]
+    (folder / "my_questions.py").write_text(code, encoding="utf-8")
+    rows = []
+    for text in ("the witness", "a label", "true or false", "reason"):
+        rows.append({"input": text, "choices": ["red", "blue"], "target": "A"})
+    write_lines(folder / "questions.jsonl", rows)
 
 
 @pytest.mark.slow
 def test_the_transformers_engine_of_inspect_ai(tmp_path: Path) -> None:
+    """The task of the page. The probabilities of its replies are worked out again without a batch."""
     pytest.importorskip("transformers", reason="catto[train]")
     import torch
     from tiny import tiny_model, tiny_tokenizer
@@ -205,8 +203,8 @@ def test_the_transformers_engine_of_inspect_ai(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     model.save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
-    (tmp_path / "words.py").write_text(EVALUATION, encoding="utf-8")
-    command = [sys.executable, "-m", "inspect_ai", "eval", "words.py", "--model", "hf/tiny", "--logprobs"]
+    write_page_task(tmp_path)
+    command = [sys.executable, "-m", "inspect_ai", "eval", "my_questions.py", "--model", "hf/tiny", "--logprobs"]
     command += ["-M", "model_path=tiny", "-M", "device=cpu", "-M", "do_sample=false", "--max-tokens", "6"]
     command += ["--log-dir", "logs", "--log-format", "json", "--display", "plain"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

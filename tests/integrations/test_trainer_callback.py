@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,9 @@ import pairs
 import pytest
 import torch
 from datasets import Dataset
+from pages import ROOT, blocks
 from tiny import tiny_model, tiny_tokenizer
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 import catto
@@ -227,6 +233,28 @@ def test_the_best_checkpoint_can_be_chosen_by_ece(tmp_path: Path) -> None:
     assert trainer.state.best_metric == min(history)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "use-with.md").read_text(encoding="utf-8")
+    [code] = [block.text for block in blocks(page) if "DPOTrainer" in block.text]
+    for written, small in (
+        ('"mmlu", "validation", limit=200', '"witnesses", "validation", limit=4'),
+        ("eval_strategy=", "use_cpu=True, bf16=False, max_steps=1, eval_steps=1, disable_tqdm=True, eval_strategy="),
+        ("(questions, tokenizer)", "(questions, tokenizer, max_tokens=8)"),
+    ):
+        assert code.count(written) == 1
+        code = code.replace(written, small)
+    data = preference_data()
+    make_model().save_pretrained("start")  # TRL loads the reference from where the model came from
+    model = AutoModelForCausalLM.from_pretrained("start")
+    names = {"model": model, "tokenizer": tiny_tokenizer(), "train_pairs": data, "held_out_pairs": data}
+    exec(code, names)
+    [entry] = [entry for entry in names["trainer"].state.log_history if "eval_reliability_ece" in entry]
+    assert entry["step"] == 1
+
+
 def test_trackers_are_those_of_report_to() -> None:
     assert list_trackers("wandb") == ["wandb"]
     assert list_trackers(["mlflow", "trackio", "codecarbon"]) == ["mlflow", "trackio"]
@@ -264,10 +292,21 @@ def test_wandb_gets_numbers_and_an_image(tmp_path: Path, monkeypatch: pytest.Mon
         assert run.summary["eval/reliability"]["_type"] == "image-file"
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_trackio_gets_numbers_and_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+@pytest.mark.slow
+def test_trackio_gets_numbers_and_an_image(tmp_path: Path) -> None:
+    """In a process of its own: trackio reads the name of its folder when TRL imports it."""
     pytest.importorskip("trackio", reason="trackio (pip install trackio)")
-    plain_trainer(tmp_path / "out", [make_callback()], report_to=["trackio"], project="catto-test").train()
-    assert list((tmp_path / "trackio").rglob("*.db"))
-    assert list((tmp_path / "trackio").rglob("*.png"))
+    code = (
+        "from pathlib import Path\n"
+        "from test_trainer_callback import make_callback, plain_trainer\n"
+        "plain_trainer(Path('out'), [make_callback()], report_to=['trackio'], project='catto-test').train()"
+    )
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, capture_output=True)
+    [database] = (tmp_path / "trackio").glob("*.db")
+    with closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics").fetchall()
+    logged = [json.loads(metrics) for _, metrics in rows if "eval/reliability_ece" in str(metrics)]
+    assert len(logged) == STEPS
+    assert all(0 <= metrics["eval/reliability_ece"] <= 1 for metrics in logged)
+    assert len(list((tmp_path / "trackio").rglob("*.png"))) == STEPS

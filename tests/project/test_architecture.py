@@ -37,6 +37,7 @@ LEVELS = {
     "calibrate": 3,
     "model_calibration": 3,
     "predict": 3,
+    "elicit": 4,
     "teacher": 3,
     "rewards": 3,
     "training": 4,

@@ -15,9 +15,10 @@ from openai_server import Body, OpenAIServer, Reply, Seen, chat, ok
 
 from catto.calibrate import Fitted, RiskThreshold
 from catto.engines.server import ServerEngine
-from catto.records import Protocol
+from catto.records import Grade, Protocol
 from catto.serve.answering import Answerer
 from catto.serve.gateway import Gateway, Limits, server_options
+from catto.serve.short_answering import ShortAnswerer
 
 MODEL = "tiny-answerer"
 ONE = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
@@ -42,6 +43,7 @@ def gateway(
     labels: tuple[str, ...] = LABELS,
     continues: bool = True,
     log: Path | None = None,
+    grade: Grade | None = None,
     **engine: Any,
 ) -> Iterator[str]:
     """Its address, without /v1."""
@@ -49,6 +51,8 @@ def gateway(
     asking = ServerEngine(url, MODEL, top_logprobs=20, **{"max_retries": 1, "deadline": 30.0, **engine})
     asking.can_continue = continues
     answerer = Answerer(asking, asking.make_client(), fitted, limit, "I do not know.")
+    if grade is not None:
+        answerer = ShortAnswerer(asking, asking.make_client(), fitted, limit, "I do not know.", grade=grade, brief=True)
     limits = limits or Limits()
     app = Gateway(answerer, labels, protocol, limits, log).make_app()
     config = uvicorn.Config(app, port=0, **server_options(limits))

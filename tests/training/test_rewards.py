@@ -74,6 +74,7 @@ def test_short_answers_are_graded_by_their_column() -> None:
     grade = ["number", None, "any-of", "number"]
     assert correctness_reward(texts, gold=gold, grade=grade) == [1.0, 0.0, 1.0, 0.0]
     assert format_reward(texts, gold=gold, grade=grade) == [1.0, 1.0, 1.0, 0.0]
+    assert format_reward(texts, gold=gold, labels=[None, [], None, ()], grade=grade) == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_tolerance_is_an_option_of_the_function() -> None:

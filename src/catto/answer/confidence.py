@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from catto.answer.response import LabelledQuestion, find_answer_tag, find_tags, find_turn_end, parse_answer
 from catto.answer.tokens import (
-    AnswerSource,
     LabelPosition,
     ScoringPoint,
     TokenStart,
@@ -31,7 +30,7 @@ from catto.answer.tokens import (
 )
 from catto.engines import Context, Engine, Generation, Key, LabelScores, Request, ScoredGeneration, Scores
 from catto.prompts import TAGS, render_completion
-from catto.records import Message, Question, Refusal
+from catto.records import AnswerSource, Message, Question, Refusal
 from catto.token_ids import count_common, decode_ids
 
 if TYPE_CHECKING:
@@ -300,6 +299,8 @@ def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
     """Find the label in the token ids, else close the response; None if the prompt leaves no room for an answer."""
     question = case.question
     generation = case.generation
+    if not question.labels:
+        return None
     if generation.token_ids is None:
         raise ValueError(f"{engine.name} gave no token ids for question {question.id}")
     room = math.inf

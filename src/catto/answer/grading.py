@@ -57,7 +57,10 @@ def normalize_answer(text: str) -> str:
     """
     flat, _ = flatten_text(text)
     bare = _remove_leads(strip_formatting(flat))
-    folded = ARTICLE.sub("", bare, count=1) if ARTICLE.match(bare) else bare
+    folded = bare
+    article = ARTICLE.match(bare)
+    if article is not None:
+        folded = bare[article.end() :]
     folded = INITIAL.sub(r"\1", folded)
     folded = GROUPED_BY_COMMAS.sub(lambda match: match[0].replace(",", ""), folded)
     folded = _remove_latin_accents(folded)
@@ -280,19 +283,31 @@ def _compute_size(match: re.Match[str]) -> Fraction | None:
     if match["words"]:
         return Fraction(_count_words(match["words"]))
     if match["numerator"]:
-        denominator = int(match["denominator"])
-        if denominator == 0:
-            return None
-        return int(match["whole"] or 0) + Fraction(int(match["numerator"]), denominator)
+        return _compute_fraction(match)
     if not match["integer"] and not match["decimals"]:
         return None
     integer = re.sub(r"\D", "", match["integer"] or "0")
     size = Fraction(integer + (match["decimals"] or ""))
-    power = match["exponent"] or match["power"] or (match["raised"] or "0").translate(SUPERSCRIPTS)
-    exponent = int(power.replace("\u2212", "-"))
+    exponent = _read_exponent(match)
     if abs(exponent) > MAX_EXPONENT:
         return None
     return size * Fraction(10) ** exponent
+
+
+def _compute_fraction(match: re.Match[str]) -> Fraction | None:
+    whole = int(match["whole"] or 0)
+    numerator = int(match["numerator"])
+    denominator = int(match["denominator"])
+    if denominator == 0:
+        return None
+    return whole + Fraction(numerator, denominator)
+
+
+def _read_exponent(match: re.Match[str]) -> int:
+    """Read the power of ten of "1e3", "10^3" or "10³"; 0 if there is none."""
+    raised = (match["raised"] or "0").translate(SUPERSCRIPTS)
+    written = match["exponent"] or match["power"] or raised
+    return int(written.replace("\u2212", "-"))
 
 
 def _count_words(words: str) -> int:
@@ -309,28 +324,38 @@ def _count_words(words: str) -> int:
 
 def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReading | None:
     """Multiply by "million" and its like, and read the unit; None where the rest is neither."""
-    is_decade = rest.startswith("s") and not rest[1:2].isalpha()  # "1990s"
-    phrase = rest.removeprefix("-").strip().replace("per cent", "percent")
-    words = re.split("[ /·-]+", phrase) if phrase else []
-    is_only_a_hyphen = bool(rest.strip()) and not words
-    if is_decade or is_only_a_hyphen or len(words) > MAX_UNIT_WORDS:
+    words = _split_unit_words(rest)
+    if words is None:
         return None
     if words and words[0] in SCALES:
         value *= SCALES[words.pop(0)]
-    unit = UNIT_OF[currency] if currency else None
     is_short_scale = currency is not None and words[:1] in (["m"], ["b"], ["mm"])  # "$5m"
-    if is_short_scale:
+    if is_short_scale or not all(_may_be_unit(word) for word in words):
         return None
-    for word in words:
-        letters = word.replace(".", "")
-        if letters in NO_UNIT_WORDS or not _may_be_unit(letters):
-            return None
-        if unit is None and word == words[0]:
-            unit = UNIT_OF.get(letters)
+    unit = None
+    if currency is not None:
+        unit = UNIT_OF[currency]
+    elif words:
+        unit = UNIT_OF.get(words[0])
     return NumberReading(value, unit)
 
 
+def _split_unit_words(rest: str) -> list[str] | None:
+    """Split what follows a number into words without dots; None if it is no unit."""
+    is_decade = rest.startswith("s") and not rest[1:2].isalpha()  # "1990s"
+    phrase = rest.removeprefix("-").strip().replace("per cent", "percent")
+    words = []
+    if phrase:
+        words = [word.replace(".", "") for word in re.split("[ /·-]+", phrase)]
+    is_only_a_hyphen = bool(rest.strip()) and not words
+    if is_decade or is_only_a_hyphen or len(words) > MAX_UNIT_WORDS:
+        return None
+    return words
+
+
 def _may_be_unit(word: str) -> bool:
+    if word in NO_UNIT_WORDS:
+        return False
     letters = UNIT_POWER.sub("", word).replace("'", "")
     return word in UNIT_SIGNS or letters.isalpha()
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from catto.answer.response import parse_response
 from catto.prompts import render_completion
+from catto.records import AnswerSource
 from catto.token_ids import count_common, decode_ids
 
 # Answers are at the end, so this many last tokens are searched first: a third of the time on 220 tokens.
@@ -27,7 +28,6 @@ _OPENINGS = (render_completion(None, None), "<answer>", "<answer> ")
 _TORN_CHARACTER = "\ufffd"
 
 TokenIds = tuple[int, ...]
-AnswerSource = Literal["free", "plain", "fallback"]
 
 
 class UnreadableLabelError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,16 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from catto.cli.console import refuse, refuse_errors, require_package, say, warn, writable_folder
+from catto.cli.console import (
+    format_number,
+    refuse,
+    refuse_errors,
+    require_package,
+    say,
+    show_table,
+    warn,
+    writable_folder,
+)
 from catto.cli.data import DataDirOption, choose_source
 from catto.cli.display import Bar
 from catto.cli.measure import measure_and_print
@@ -19,6 +29,7 @@ from catto.cli.options import (
     INPUT,
     MODEL,
     OUTPUT,
+    EquivalentOption,
     QuestionFileOptions,
     Real,
     Seed,
@@ -28,9 +39,9 @@ from catto.cli.options import (
 from catto.cli.run import show_run
 from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
-from catto.io.record_files import read_manifest
+from catto.io.record_files import read_manifest, read_records
 from catto.recipe.settings import MOST_SAMPLES
-from catto.records import Split
+from catto.records import ConfidenceKind, Prediction, Split
 from catto.tasks import load_questions
 
 __all__ = ["evaluate"]
@@ -100,6 +111,17 @@ def evaluate(
         bool,
         Option("--reasoning/--no-reasoning", help="Let the model reason before it answers.", rich_help_panel=ADVANCED),
     ] = True,
+    kind: Annotated[
+        list[str] | None,
+        Option(
+            "--confidence-kind",
+            metavar="KIND",
+            help="label, agreement, ptrue or verbal; several are compared on the same answers.",
+            show_default="label; ptrue without options",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    equivalent: EquivalentOption = None,
     data_dir: DataDirOption = None,
     max_refused: Annotated[
         float, Real(min=0, max=1, help="Highest share of requests that a server may refuse.", rich_help_panel=ADVANCED)
@@ -125,8 +147,11 @@ def evaluate(
     catto eval Qwen/Qwen3-4B --task snli --k 8 --temperature 0.8 --out eval
     catto eval my-model --task mmlu --engine server --base-url http://localhost:8000/v1
     catto eval my-model --file test=mine.jsonl --fields question=stem,options=choices,answer=key
+    catto eval my-model --file test=sums.csv --fields question=question,answer=answer --grade number
+    catto eval my-model --task mmlu --k 8 --temperature 1 --confidence-kind label --confidence-kind agreement
     """
-    from catto import predict
+    from catto import elicit, predict
+    from catto.answer.equivalence_process import EquivalenceProcess
 
     predictions = out / "predictions.jsonl"
     settings = predict.SamplingOptions(
@@ -144,14 +169,23 @@ def evaluate(
         loaded = load_questions(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         asked = list(loaded)
         predict.check_questions(asked, k, temperature)
+        has_labels = all(question.has_labels for question in asked)
+        kinds = elicit.check_kinds(kind or ["label" if has_labels else "ptrue"], asked, k)
+        if equivalent is not None and has_labels:
+            refuse("--equivalent: only for questions without options")
         predict.check_settings(predictions, expected)
-        with show_run() as shown:
+        with show_run() as shown, ExitStack() as stack:
+            process = None
+            if equivalent is not None:
+                process = stack.enter_context(EquivalenceProcess(equivalent))
             bar = Bar(shown, "answering")
-            predict.evaluate(
+            elicit.evaluate_kinds(
                 load_engine(),
                 asked,
+                kinds,
+                equivalent=process,
                 out=predictions,
-                progress=lambda n, total, right: bar.update(n, total, f"accuracy {100 * right / n:.1f} %"),
+                progress=partial(_show_progress, bar, has_accuracy=kinds == ["label"]),
                 retry_refused=retry_refused,
                 max_refused=max_refused,
                 **settings,
@@ -162,6 +196,11 @@ def evaluate(
     _print_predictions(predictions)
     if not is_server:
         _print_calibrated(Path(model), predictions)
+
+
+def _show_progress(bar: Bar, done: int, total: int, correct: int, *, has_accuracy: bool) -> None:
+    """Show how many responses there are; those of several kinds of confidence are graded once all are there."""
+    bar.update(done, total, f"accuracy {100 * correct / done:.1f} %" if has_accuracy else "")
 
 
 def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
@@ -203,6 +242,23 @@ def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
     return load_model
 
 
+def _print_kinds(path: Path, kinds: list[ConfidenceKind]) -> None:
+    """Print how good each kind of confidence is on the same answers, and what they cost."""
+    from catto.elicit import summarise_kinds
+
+    rows = []
+    for summary in summarise_kinds(list(read_records(path, Prediction)), kinds):
+        numbers = (summary.ece, summary.brier, summary.auroc)
+        rows.append([summary.kind, *(format_number(value, percent=True) for value in numbers), f"{summary.missing:,}"])
+    say("The same answers, by kind of confidence:")
+    show_table("", ("kind", "ECE", "Brier", "AUROC", "missing"), rows)
+    counts = read_manifest(path).counts
+    cost = f"Cost: {counts['generated_tokens']:,} generated tokens"
+    if "ptrue" in kinds:
+        cost += f", {counts['judgement_tokens']:,} read to judge {counts['judged_answers']:,} answers"
+    say(f"{cost}. A missing confidence counts as 0.")
+
+
 def _print_calibrated(folder: Path, predictions: Path) -> None:
     """Apply the calibrator in the model's folder, if there is one, and print the numbers again."""
     from catto.calibrate import apply_file
@@ -242,8 +298,15 @@ def _print_predictions(path: Path) -> None:
     refused = read_refused_requests(path)
     plain = counts.get("plain", 0)
     forced = counts["fallback"]
-    tagged = counts["predictions"] - plain - forced
-    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback).")
+    unanswered = counts.get("unanswered", 0)
+    tagged = counts["predictions"] - plain - forced - unanswered
+    others = f"{forced} forced (fallback)"
+    if unanswered:
+        others += f", {unanswered} without an answer"
+    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {others}.")
+    notes = read_manifest(path).notes
+    if "confidence_kinds" in notes:
+        _print_kinds(path, notes["confidence_kinds"])
     if refused:
         total = counts["predictions"] + len(refused)
         say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({count_reasons(refused)}).")

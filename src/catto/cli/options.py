@@ -54,6 +54,14 @@ JsonOption = Annotated[bool, Option("--json", help="Print JSON. Rates are betwee
 RiskLevelOption = Annotated[
     float, Real(min=0.5, max=0.9999, help="Confidence level of the risk bound.", rich_help_panel=ADVANCED)
 ]
+EquivalentOption = Annotated[
+    str | None,
+    Option(
+        metavar="COMMAND",
+        help="Program that reads pairs of answers as JSON lines and writes true or false for each.",
+        rich_help_panel=ADVANCED,
+    ),
+]
 TargetRiskOption = partial(Real, min=0.0001, max=0.9999, help="Highest acceptable error rate.")
 
 Unparsed = Literal["fallback", "wrong"]

@@ -11,11 +11,11 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say
-from catto.cli.options import ADVANCED, OUTPUT, JsonOption, Real, SeedOption
+from catto.cli.options import ADVANCED, OUTPUT, EquivalentOption, JsonOption, Real, SeedOption
 from catto.errors import DataError
 from catto.io.record_files import read_records
 from catto.recipe.settings import MOST_SAMPLES
-from catto.records import FinalAnswer, Prediction, Protocol
+from catto.records import ConfidenceKind, FinalAnswer, Prediction, Protocol
 
 if TYPE_CHECKING:
     from catto.answer_columns import ParseCounts
@@ -49,6 +49,11 @@ def select(
     calibrator: Annotated[
         Path | None, Option(help="Calibrate the confidences of --out.", rich_help_panel=ADVANCED)
     ] = None,
+    kind: Annotated[
+        ConfidenceKind | None,
+        Option("--confidence-kind", help="Rank by another kind of confidence in the file.", rich_help_panel=ADVANCED),
+    ] = None,
+    equivalent: EquivalentOption = None,
     stop: Annotated[
         float | None,
         Real(
@@ -76,7 +81,9 @@ def select(
     catto select predictions.jsonl --k 4 --tau 1.3 --json
     catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
+    from catto.answer.equivalence_process import EquivalenceProcess
     from catto.answer_columns import ParseCounts
+    from catto.elicit import choose_kind, merge_predictions
     from catto.measure import jsonable
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
@@ -90,7 +97,12 @@ def select(
     refused = {refusal.question for refusal in read_refused_requests(file)}
     predictions = _read_samples(file, refused)
     written = ""
+    if equivalent is not None:
+        with console.refuse_errors(), EquivalenceProcess(equivalent) as process:
+            predictions = merge_predictions(predictions, process)
     with console.refuse_errors(place=f"{file}: "):
+        if kind is not None:
+            predictions = choose_kind(predictions, kind)
         if fit_tau is not None:
             tau = _fit_temperature(fit_tau)
         samples = selection.gather_candidates(predictions, tau)
@@ -129,7 +141,7 @@ def select(
     value = f"{format_number(within.value, percent=True)} (95 % interval {format_interval(within, percent=True)})"
     basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
     say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
-    if tau is None:
+    if tau is None and predictions[0].label_logprobs is not None:
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
@@ -218,10 +230,21 @@ def _make_protocol(rows: list[Prediction], final: FinalOptions, like: Protocol |
     stop = final.stop
     if final.adaptive and stop is None:
         stop = _choose_stop(rows, final)
+    kinds = {row.confidence_kind for row in rows}
+    if len(kinds) > 1:
+        raise ValueError(f"samples with {len(kinds)} kinds of confidence, expected one")
+    kind = kinds.pop()
     fallback = _find_fallback(rows)
     if like is not None and None in (fallback, like.fallback):
         fallback = like.fallback
-    return Protocol(rule=final.rule, k=final.k, temperature=temperatures.pop(), fallback=fallback, stop=stop)
+    return Protocol(
+        rule=final.rule,
+        k=final.k,
+        temperature=temperatures.pop(),
+        fallback=fallback,
+        stop=stop,
+        confidence_kind=None if kind == "label" else kind,
+    )
 
 
 def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
@@ -236,8 +259,8 @@ def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
 
 
 def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | None:
-    """Return what forced answers became: a label, none, or None if no answer was forced."""
-    forced = [row.label for row in rows if row.is_forced]
+    """Return what a response without an answer became: a label, none, or None if all had one."""
+    forced = [row.choice for row in rows if row.is_forced]
     if not forced:
         return None
     if None in forced:

@@ -15,9 +15,11 @@ from catto.cli.data import choose_source
 from catto.cli.options import ADVANCED, INPUT, MODEL, OUTPUT, Real, expand_options, list_tasks
 from catto.engines.replies import ServerError
 from catto.io.record_files import read_record
+from catto.prompts import OPEN_WORDING
 from catto.recipe.settings import MOST_SAMPLES
-from catto.records import Protocol
+from catto.records import ConfidenceKind, Grade, Protocol
 from catto.tasks import TASKS
+from catto.tasks.answer_map import AnswerMap
 
 if TYPE_CHECKING:
     from catto.calibrate import Fitted, RiskThreshold
@@ -58,6 +60,14 @@ class AnsweringOptions:
             max=2,
             help="Sampling temperature; 0 is greedy decoding.",
             show_default="as in the threshold file, else 0",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    confidence_kind: Annotated[
+        ConfidenceKind | None,
+        Option(
+            help="Where the confidence comes from, for tasks without options.",
+            show_default="as in the threshold file, else ptrue",
             rich_help_panel=MODEL,
         ),
     ] = None
@@ -113,7 +123,9 @@ def serve(
     task: Annotated[
         str,
         Option(
-            help="Task whose labels are read, or a YAML file of one.", autocompletion=list_tasks, rich_help_panel=INPUT
+            help="Task whose labels or short answers are read, or a YAML file of one.",
+            autocompletion=list_tasks,
+            rich_help_panel=INPUT,
         ),
     ],
     answering: AnsweringOptions,
@@ -156,20 +168,21 @@ def serve(
     from catto.model_calibration import has_calibrator
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run_gateway
+    from catto.serve.short_answering import ShortAnswerer
 
-    labels = _find_labels(task)
+    served = _find_task(task)
     if options.log is not None:
         writable_file("--log", options.log)
     fitted, risk_threshold = _read_fitted(calibrator, threshold)
     key = os.environ.get("CATTO_API_KEY", "").strip() or None
     if key is None and options.host not in LOCAL_HOSTS:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
-    protocol = _choose_protocol(answering, fitted, risk_threshold)
+    protocol = _check_kind(_choose_protocol(answering, fitted, risk_threshold), served)
     engine = _connect_upstream(upstream, model, options)
     if calibrator is None and threshold is None and has_calibrator(Path(engine.model)):
         calibrator = Path(engine.model)
         fitted, risk_threshold = _read_fitted(calibrator, None)
-        protocol = _choose_protocol(answering, fitted, risk_threshold)
+        protocol = _check_kind(_choose_protocol(answering, fitted, risk_threshold), served)
         say(f"Calibrator of {calibrator}.")
     if not engine.can_continue and protocol.fallback is not None:
         protocol = protocol.model_copy(update={"fallback": "none"})
@@ -180,22 +193,62 @@ def serve(
         deadline=options.deadline,
         key=key,
     )
-    answerer = Answerer(engine, engine.make_client(), fitted, risk_threshold, options.abstention)
+    upstream_settings = (engine, engine.make_client(), fitted, risk_threshold, options.abstention)
+    answerer = Answerer(*upstream_settings)
+    if not served.labels:
+        answerer = ShortAnswerer(*upstream_settings, grade=served.grade, brief=served.brief)
     port = _find_port(options.host, options.port)
     shown_host = f"[{options.host}]" if ":" in options.host else options.host
     say(f"Serving {engine.model} of {engine.base_url} at http://{shown_host}:{port}/v1")
-    gateway = Gateway(answerer, labels, protocol, limits, options.log)
+    gateway = Gateway(answerer, served.labels, protocol, limits, options.log)
     _report_alarm(gateway.log)
     run_gateway(gateway, options.host, port)
 
 
-def _find_labels(task: str) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class ServedTask:
+    """What serving needs of a task.
+
+    Attributes:
+        labels: The labels; none if answers are short texts or numbers.
+        grade: How those are compared.
+        brief: Whether the prompts leave the form of a judgement unexplained.
+    """
+
+    labels: tuple[str, ...]
+    grade: Grade = "exact"
+    brief: bool = False
+
+
+def _find_task(task: str) -> ServedTask:
     with refuse_errors(place="--task: "):
         source = choose_source(task)
     if isinstance(source, str):
         check_name("--task", source, TASKS)
         source = TASKS[source]
-    return source.labels
+    if source.labels:
+        return ServedTask(source.labels)
+    wording = OPEN_WORDING.get(source.name)
+    row_map = next(iter(source.maps), None)
+    grade = row_map.grade if isinstance(row_map, AnswerMap) else "number"
+    return ServedTask((), grade or "exact", brief=wording is not None and wording.brief)
+
+
+def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
+    """Return the protocol with a kind of confidence that the task has; refuse another."""
+    kind = protocol.confidence_kind
+    if served.labels:
+        if kind not in (None, "label"):
+            refuse(f"confidence kind {kind}: served for tasks without options only")
+        return protocol
+    if kind is None:
+        return protocol.model_copy(update={"confidence_kind": "ptrue", "fallback": None})
+    if kind == "label":
+        refuse("confidence kind label: the task has no options, expected agreement, ptrue or verbal")
+    protocol = protocol.model_copy(update={"fallback": None})  # no answer is forced
+    if kind == "agreement" and protocol.stop is not None and protocol.rule != "majority vote":
+        refuse("--stop: agreement is known once all samples are there")
+    return protocol
 
 
 def _read_fitted(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:

@@ -149,18 +149,24 @@ def read_choice_confidence(state: TaskState) -> dict[str, Any]:
     logprobs = replies[0].logprobs if replies else None
     if logprobs is None or not logprobs.content:
         raise ValueError("choice_with_confidence needs log-probabilities: run with --logprobs --top-logprobs 20")
-    letters = [letter_of(number) for number in range(len(state.choices))]
-    chosen = [letter for letter, option in zip(letters, state.choices, strict=True) if option.correct]
+    letters = []
+    chosen = []
+    # The solver may have shuffled the choices; a score names the letters of the sample.
+    letter_in_sample = {}
+    for number, option in enumerate(state.choices):
+        letter = letter_of(number)
+        letters.append(letter)
+        letter_in_sample[letter] = letter_of(option.original_position)
+        if option.correct:
+            chosen.append(letter)
     if len(chosen) > 1:
         raise ValueError("choice_with_confidence needs a single answer, the model chose several")
     tokens = [token.model_dump() for token in logprobs.content]
     graded = chosen[0] if chosen else None
     reading = read_reply_tokens(tokens, replies[0].message.text, letters, graded)
+
     metadata = {"confidence": reading["confidence"], "source": reading["source"]}
     if "label_logprobs" in reading:
-        # The solver may have shuffled the choices; a score names the letters of the sample.
-        original = {}
-        for letter, option in zip(letters, state.choices, strict=True):
-            original[letter_of(option.original_position)] = reading["label_logprobs"][letter]
-        metadata["label_logprobs"] = original
+        shown = reading["label_logprobs"]
+        metadata["label_logprobs"] = {letter_in_sample[letter]: logprob for letter, logprob in shown.items()}
     return metadata

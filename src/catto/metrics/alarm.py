@@ -1,7 +1,7 @@
 """An alarm for an error rate that is higher than promised, with a stated probability of a false alarm.
 
 The alarm is a test martingale: the capital of a gambler who bets against the promise, answer by answer. While the
-promise holds the capital does not grow on average, so the probability that it ever reaches 200 is at most 1/200
+promise holds, the capital does not grow on average, so the probability that it ever reaches 200 is at most 1/200
 (Ville's inequality), however long the answers are watched.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from catto.metrics.risk import upper_bound
 
-# Probability of an alarm, ever, while the promise holds. One half is for the bets, the other half for the bound on the
-# error rate of the calibration answers.
+# Probability of an alarm, ever, while answers are like the calibration answers. One half is for the bets, the other
+# half for the bound on the error rate of the calibration answers.
 FALSE_ALARM_RATE = 0.01
 ALARM_LIMIT = 2.0 / FALSE_ALARM_RATE
 # The bets: the odds of an error are this many times those that are promised. 1 bets nothing and keeps its capital.

@@ -52,7 +52,7 @@ class Candidates:
 
     Attributes:
         questions: Q ids.
-        label: (Q, n) codes of the labels, -1 for no label.
+        label: (Q, n) codes of the labels or normalised answers, -1 for none.
         confidence: (Q, n) in [0, 1].
         logprob: (Q, n) mean log-probability of a sample's tokens, nan where it is unknown.
         correct: (Q, n).
@@ -182,7 +182,7 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
     for question, row in enumerate(rows):
         for sample, prediction in enumerate(row):
             place = question, sample
-            label[place] = code_of.setdefault(prediction.label, len(code_of) - 1)
+            label[place] = code_of.setdefault(prediction.choice, len(code_of) - 1)
             confidence[place] = prediction.confidence if tau is None else confidence_at(prediction, tau)
             if prediction.mean_logprob is not None:
                 logprob[place] = prediction.mean_logprob

@@ -7,7 +7,7 @@ checks their YAML; nothing is sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ TITLE = "Predictions of"
 # A server or a file chose the names of models: the longest that cards show.
 MAX_NAME_LENGTH = 120
 # JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
-DTYPES = {"string": "string", "integer": "int64", "number": "float64", "object": "json"}
+DTYPES = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64", "object": "json"}
 
 
 def build_report(results: Results, folder: Path, out: Path, progress: ProgressCallback = ignore_progress) -> Path:
@@ -404,6 +404,9 @@ def write_cards(path: Path) -> list[str]:
         Names of the files written.
     """
     answers = read_graded(path)
+    columns: set[str] = set()
+    for row in read_records(path, Prediction):
+        columns.update(row.model_dump())
     first = next(iter(read_records(path, Prediction)))
     model = display_name(Path(first.model).name, "a model")
     summary = summarise_answers(answers, MeasureSettings(REPORTED))
@@ -433,21 +436,24 @@ def write_cards(path: Path) -> list[str]:
     if is_ours:
         task = display_name(first.task, "a task")
         title = f"{TITLE} {model} on {task}"
-        write_text(readme, render_dataset_card(title, split=first.split, file=path.name))
+        write_text(readme, render_dataset_card(title, split=first.split, file=path.name, columns=columns))
         written.append(readme.name)
     return written
 
 
-def render_dataset_card(title: str, *, split: str, file: str) -> str:
+def render_dataset_card(title: str, *, split: str, file: str, columns: Collection[str]) -> str:
     """Render the dataset card of a folder with predictions.
 
     Args:
         title: Title of the card.
         split: Split of the questions.
         file: Name of the file of predictions.
+        columns: The fields that its rows have.
     """
     features = []
     for name, column in Prediction.model_json_schema()["properties"].items():
+        if name not in columns:
+            continue
         kind = column.get("type") or column["anyOf"][0]["type"]
         features.append({"name": name, "dtype": DTYPES[kind]})
     data = DatasetCardData(

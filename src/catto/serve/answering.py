@@ -26,6 +26,7 @@ from catto.records import Message, Option, Prediction, Protocol, Refusal
 
 FORCED = "the response states none of the labels: the text is the label that its continuation gives"
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
+NO_ANSWER_STATED = "the response states no answer"
 CUT = "a response was cut at max_tokens"
 OTHER_MODEL = "the threshold was fitted on answers of another model"
 OTHER_LABELS = "the options of the request have labels that the task does not have"
@@ -126,8 +127,8 @@ class Sample(NamedTuple):
 
     @property
     def stated_confidence(self) -> float | None:
-        """The model's own probability of the label; None without a label, or if it cannot be read."""
-        if self.prediction.label is None or self.unreadable is not None:
+        """The model's own confidence in the label or answer; None without one, or if it cannot be read."""
+        if self.prediction.choice is None or self.unreadable is not None:
             return None
         return self.prediction.confidence
 
@@ -136,8 +137,7 @@ class Sample(NamedTuple):
         return {
             "text": self.shown_text,
             "response": self.prediction.text if self.is_forced else None,
-            "label": self.prediction.label,
-            "source": self.prediction.source,
+            **self.prediction.model_dump(include={"label", "answer", "source"}),
         }
 
 
@@ -277,7 +277,7 @@ class Answerer:
 
         chosen = samples[final.sample]
         confidence = None
-        if not uncalibrated and final.label is not None:
+        if not uncalibrated and final.choice is not None:
             confidence = final.confidence
         abstains = False
         if threshold is not None:
@@ -290,15 +290,15 @@ class Answerer:
         reasons = []
         if uncalibrated:
             reasons.append(uncalibrated)
-        if final.label is None:
-            reasons.append(NO_LABEL)
+        if final.choice is None:
+            reasons.append(NO_LABEL if asked.question.options else NO_ANSWER_STATED)
         elif chosen.is_forced:
             reasons.append(FORCED)
         reasons += caveats
         about = {
             "confidence": confidence,
             "confidence_raw": chosen.stated_confidence,
-            **final.model_dump(include={"label", "votes", "source"}),
+            **final.model_dump(include={"label", "answer", "votes", "source"}),
             "k": len(samples),
             "rule": protocol.rule,
             "calibrator": {"name": fitted.calibrator.kind, "n": fitted.rows} if fitted else None,

@@ -274,6 +274,8 @@ class Gateway:
 
     def _read_options(self, body: ChatRequest) -> tuple[Option, ...]:
         """Return the request's options, or the labels of the task."""
+        if body.catto.options and not self.labels:
+            raise HTTPException(400, "catto.options: the served task has no options")
         texts = body.catto.options or dict.fromkeys(self.labels, "")
         limit = self.limits.max_option_characters
         options = []

@@ -28,7 +28,7 @@ class _ScrapedNumbers(Collector):
         for name, value in self.log.summarise_rolling().items():
             yield GaugeMetricFamily(name, "Calibration of the last answers with feedback", value=value)
         for name, value in self.log.summarise_alarm().items():
-            yield GaugeMetricFamily(name, "Whether feedback shows that the promise is broken", value=value)
+            yield GaugeMetricFamily(name, "Whether feedback shows more errors than promised", value=value)
 
 
 class GatewayMetrics:

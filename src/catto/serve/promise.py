@@ -1,4 +1,4 @@
-"""What the gateway promises about its answers, and what it says once feedback shows that the promise is broken."""
+"""What the gateway promises about its answers, and what it says once feedback shows more errors than promised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from catto.records import content_hash
 
 # A fitted calibrator is never exact: without a threshold, confidences may be this much too high before it counts.
 TOLERANCE = 0.05
-ALARM = "feedback shows that the promise no longer holds: fit the calibrator and the threshold again"
+ALARM = "feedback shows more errors than the calibration answers promised: fit calibrator and threshold again"
 
 
 @dataclass(frozen=True)

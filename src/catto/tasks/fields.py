@@ -130,8 +130,9 @@ class FieldMap:
         skip: Answers that mean that there is none: such rows are left out.
 
     >>> colours = FieldMap("stem", "choices", "key", style="index")
-    >>> colours.parse_row({"stem": "Which?", "choices": ["red", "blue"], "key": 1})
-    Draft(fields={'question': 'Which?'}, options=('red', 'blue'), gold=1, id=None, group=None)
+    >>> draft = colours.parse_row({"stem": "Which?", "choices": ["red", "blue"], "key": 1})
+    >>> draft.fields, draft.options, draft.gold
+    ({'question': 'Which?'}, ('red', 'blue'), 1)
     """
 
     question: str | Mapping[str, str]

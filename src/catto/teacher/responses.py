@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from catto.answer.forms import VERSION
-from catto.answer.grading import grade_answer
 from catto.answer.response import find_answer_text, parse_answer
+from catto.answer.short_answers import is_right_answer
 from catto.engines import Engine, Generation, Request
 from catto.engines.replies import RefusalCap
 from catto.io import atomic, record_files
@@ -320,7 +320,7 @@ def _parse_generation(generation: Generation, question: Question, sampling: Draw
     correct = label == question.gold
     if question.grade is not None:
         label = find_answer_text(generation.text, cut=is_cut)
-        correct = label is not None and grade_answer(label, question.accepted or (), grade=question.grade)
+        correct = label is not None and is_right_answer(label, question)
     columns = generation.model_dump(exclude={"reasoning", "tops"})
     return Response(
         **columns,

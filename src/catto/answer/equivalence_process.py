@@ -1,0 +1,87 @@
+"""Ask a user's own program whether two answers mean the same: JSON lines in, one line of true or false for each."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from contextlib import suppress
+from threading import Timer
+from types import TracebackType
+from typing import Self
+
+from catto.errors import DataError
+
+MAX_REPLY_BYTES = 64
+
+
+class EquivalenceProcess:
+    """One process that compares answers; a callable for `merge_equivalent`.
+
+    It reads lines such as `{"first": "nyc", "second": "new york city"}` from its standard input and writes `true` or
+    `false`, one line for each, before the next arrives. A pair is asked once.
+
+    Args:
+        command: The program with its arguments, as in a shell, without a shell.
+        seconds: Longest time that a reply may take.
+    """
+
+    def __init__(self, command: str, *, seconds: float = 120.0) -> None:
+        arguments = shlex.split(command)
+        if not arguments:
+            raise ValueError("--equivalent: the command is empty")
+        self.command = command
+        self.seconds = seconds
+        self._known: dict[tuple[str, str], bool] = {}
+        try:
+            self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise DataError(arguments[0], None, f"cannot be started: {error.strerror}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __call__(self, first: str, second: str) -> bool:
+        """Return whether the program calls the two answers equivalent."""
+        pair = (first, second)
+        if pair not in self._known:
+            self._known[pair] = self._ask(first, second)
+        return self._known[pair]
+
+    def _ask(self, first: str, second: str) -> bool:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = json.dumps({"first": first, "second": second}, ensure_ascii=False) + "\n"
+        timer = Timer(self.seconds, self._process.kill)
+        timer.start()
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+            reply = self._process.stdout.readline(MAX_REPLY_BYTES)
+        except OSError:
+            reply = b""
+        finally:
+            timer.cancel()
+        word = reply.decode(errors="replace").strip()
+        if word not in ("true", "false"):
+            shown = repr(word) if reply else "no reply: it has ended or took too long"
+            raise DataError(self.command, None, f"expected true or false for {line.strip()}, got {shown}")
+        return word == "true"
+
+    def close(self) -> None:
+        """End the process: close its input, and kill it if it does not stop."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):  # it may have ended before it read everything
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()

@@ -1,0 +1,169 @@
+"""Read a short answer or a number from a response to a question without options, and compare answers.
+
+The content of the last `<answer>` counts, as for labels. Without that tag a response is read if one line is all that
+follows the reasoning, or if its last line states the answer ("The answer is 12", "#### 12"). Anything else is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from catto.answer.forms import LEAD, flatten_text
+from catto.answer.grading import find_answer_key, grade_answer
+from catto.answer.response import Source, find_answer_tag, find_answer_text, find_body, find_tags, find_turn_end
+from catto.records import Grade, Question
+
+MAX_ANSWER = 300  # characters of a short answer
+HASHES = "####"
+
+# Whether two answers to one question mean the same.
+Equivalent = Callable[[str, str], bool]
+
+
+class ShortAnswer(NamedTuple):
+    """The answer of a response to a question without options.
+
+    Attributes:
+        text: The answer as it is written; None if there is none.
+        key: What answers that are equal after normalisation share.
+        source: `free` after `<answer>`, `plain` without that tag.
+    """
+
+    text: str | None
+    key: str | None
+    source: Source | None
+
+
+NO_SHORT_ANSWER = ShortAnswer(text=None, key=None, source=None)
+
+
+def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -> ShortAnswer:
+    """Read the answer of a response to a question without options.
+
+    Args:
+        text: The response.
+        grade: How answers to the question are compared.
+        cut: Whether the response ran into its token limit. An answer without an end is then not read.
+
+    Returns:
+        The answer. There is none if the text cannot be compared: not one number where the grade is `number`.
+
+    Example:
+        >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", "number")
+        ShortAnswer(text='$4.00', key='4', source='free')
+        >>> read_short_answer("Two and two.\\nThe answer is 4.", "number")
+        ShortAnswer(text='The answer is 4.', key='4', source='plain')
+    """
+    turn = text[: find_turn_end(text)]
+    has_tag = find_answer_tag(turn, find_tags(turn)) is not None
+    if has_tag:
+        answer = find_answer_text(text, cut=cut)
+    else:
+        answer = None if cut else _find_plain_answer(turn)
+    if answer is None or len(answer) > MAX_ANSWER:
+        return NO_SHORT_ANSWER
+    key = find_answer_key(answer, grade)
+    if key is None:
+        return NO_SHORT_ANSWER
+    return ShortAnswer(answer, key, "free" if has_tag else "plain")
+
+
+def _find_plain_answer(turn: str) -> str | None:
+    """Find the only line after the reasoning, or a last line that states the answer."""
+    tags = find_tags(turn)
+    start, end = find_body(turn, tags)
+    has_other_tag = any(start <= tag.start < end for tag in tags)
+    if end < len(turn) or has_other_tag:
+        return None
+    lines = [line.strip() for line in turn[start:end].splitlines() if line.strip()]
+    if not lines:
+        return None
+    last = lines[-1]
+    if last.startswith(HASHES):
+        return last.removeprefix(HASHES).strip() or None
+    lead = LEAD.match(flatten_text(last)[0])
+    states_answer = lead is not None and lead["states"] is not None
+    if len(lines) == 1 or states_answer:
+        return last
+    return None
+
+
+def is_right_answer(answer: str, question: Question) -> bool:
+    """Return whether an answer equals one that the question accepts.
+
+    Example:
+        >>> accepted = {"gold": "Ada", "accepted": ("Ada",), "grade": "exact"}
+        >>> question = Question(id="1", task="names", split="test", fields={"question": "Who?"}, **accepted)
+        >>> is_right_answer("ada.", question)
+        True
+    """
+    if question.accepted is None:
+        return answer == question.gold
+    grade = question.grade or "exact"
+    return grade_answer(answer, question.accepted, grade=grade, tolerance=question.tolerance)
+
+
+def merge_equivalent(answers: Sequence[str | None], equivalent: Equivalent) -> list[str | None]:
+    """Replace each answer by the first one that means the same; None stays None.
+
+    An answer is compared with the first answer of every group so far, in order, and joins the first group that fits.
+
+    Args:
+        answers: The answers to one question, in the order of the samples.
+        equivalent: Called with the first answer of a group and another answer.
+
+    Returns:
+        The first answer of each answer's group.
+
+    Example:
+        >>> merge_equivalent(["nyc", "boston", None, "new york city"], lambda a, b: {a, b} == {"nyc", "new york city"})
+        ['nyc', 'boston', None, 'nyc']
+    """
+    firsts: list[str] = []
+    merged: list[str | None] = []
+    for answer in answers:
+        if answer is None:
+            merged.append(None)
+            continue
+        same = _find_equivalent(answer, firsts, equivalent)
+        if same is None:
+            firsts.append(answer)
+            same = answer
+        merged.append(same)
+    return merged
+
+
+def _find_equivalent(answer: str, firsts: Sequence[str], equivalent: Equivalent) -> str | None:
+    if answer in firsts:
+        return answer
+    for first in firsts:
+        if equivalent(first, answer):
+            return first
+    return None
+
+
+def measure_agreement(answers: Sequence[str | None]) -> list[float]:
+    """Return each answer's agreement with the others: (s + 1) / (k + 2) where s of k answers equal it, itself included.
+
+    This is the mean of the posterior of a rate after s of k successes, under a uniform prior (Laplace). No answer has
+    agreement 0. The gold answer is not read.
+
+    Args:
+        answers: The k answers to one question.
+
+    Returns:
+        k numbers in [0, 1).
+
+    Example:
+        >>> measure_agreement(["4", "4", "5", None])
+        [0.5, 0.5, 0.3333333333333333, 0.0]
+    """
+    agreement = []
+    for answer in answers:
+        if answer is None:
+            agreement.append(0.0)
+        else:
+            equal = answers.count(answer)
+            agreement.append((equal + 1) / (len(answers) + 2))
+    return agreement

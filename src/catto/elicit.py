@@ -1,0 +1,537 @@
+"""Confidences other than a label's own probability: agreement, P(True) and the stated one.
+
+They work for questions with labels and without. The responses are generated once, so all kinds describe the same
+answers. Next to `predictions.jsonl` are `predictions.generations.jsonl` with the responses and, for P(True),
+`predictions.judgements.jsonl` with one judgement, labelled True or False, of every distinct answer of a question. Both
+resume after a kill; the predictions are then put together without a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+from catto.answer.confidence import Answer
+from catto.answer.short_answers import (
+    Equivalent,
+    is_right_answer,
+    measure_agreement,
+    merge_equivalent,
+    read_short_answer,
+)
+from catto.answer.verbal import read_stated_confidence
+from catto.engines import Engine, Generation, Key, ScoredGeneration
+from catto.io.record_files import write_records
+from catto.metrics.errors import brier, ece
+from catto.metrics.ranking import auroc
+from catto.predict import (
+    EvaluationOptions,
+    EvaluationRun,
+    EvaluationRunSettings,
+    SamplingOptions,
+    evaluate,
+    make_prediction,
+    read,
+    refused_path,
+)
+from catto.prompts import JUDGEMENT_LABELS, prompt_ids, render_judgement
+from catto.records import (
+    CONFIDENCE_KINDS,
+    ConfidenceKind,
+    Manifest,
+    Message,
+    Option,
+    Prediction,
+    Question,
+    Refusal,
+    content_hash,
+)
+
+RIGHT, WRONG = JUDGEMENT_LABELS
+# A judgement that a server cannot be made to begin is written by the model: `<answer>`, a word, `</answer>`.
+JUDGEMENT_TOKENS = 32
+
+
+# Ask for confidences
+
+
+def evaluate_kinds(
+    engine: Engine,
+    questions: Iterable[Question],
+    kinds: Sequence[ConfidenceKind],
+    *,
+    equivalent: Equivalent | None = None,
+    **options: Unpack[EvaluationOptions],
+) -> list[Prediction]:
+    """Answer every question k times and give each answer a confidence of every kind.
+
+    Args:
+        engine: The engine that runs the model.
+        questions: The questions.
+        kinds: The first is the predictions' `confidence`; all are in `confidences`.
+        equivalent: Whether two answers mean the same; None compares them after normalisation.
+        **options: The fields of `EvaluationRunSettings`; `stated` follows from the kinds.
+
+    Returns:
+        The predictions in the order of the questions, then of the samples. A missing confidence is None in
+        `confidences` and 0 in `confidence`.
+
+    Raises:
+        ValueError: The kinds do not go with the questions or with k.
+    """
+    listed = list(questions)
+    settings = EvaluationRunSettings(**options)
+    check_kinds(kinds, listed, settings.k)
+    has_labels = all(question.has_labels for question in listed)
+    if has_labels and tuple(kinds) == ("label",):
+        return evaluate(engine, listed, **options)
+    elicitation = Elicitation(engine, listed, tuple(kinds), settings, equivalent)
+    return elicitation.make_predictions()
+
+
+def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> list[ConfidenceKind]:
+    """Return the kinds, or raise ValueError if they do not go with the questions or with the number of samples."""
+    if not kinds:
+        raise ValueError("no kind of confidence is given")
+    known: list[ConfidenceKind] = []
+    for name in kinds:
+        kind = next((kind for kind in CONFIDENCE_KINDS if kind == name), None)
+        if kind is None:
+            raise ValueError(f"confidence kind {name!r} is not one of {', '.join(CONFIDENCE_KINDS)}")
+        if kind in known:
+            raise ValueError(f"confidence kind {kind} is given twice")
+        known.append(kind)
+    without_options = next((question for question in questions if not question.has_labels), None)
+    if "label" in kinds and without_options is not None:
+        others = ", ".join(CONFIDENCE_KINDS[1:])
+        raise ValueError(f"confidence kind label: question {without_options.id} has no options, expected {others}")
+    if "agreement" in kinds and k < 2:
+        raise ValueError(f"confidence kind agreement compares samples: k is {k}, expected at least 2")
+    return known
+
+
+def sibling_path(path: Path, name: str) -> Path:
+    """Return the file beside the predictions with this content.
+
+    >>> sibling_path(Path("predictions.jsonl"), "judgements").name
+    'predictions.judgements.jsonl'
+    """
+    return path.parent / f"{path.name.removesuffix('.jsonl')}.{name}.jsonl"
+
+
+# Judgements
+
+
+class Proposal(NamedTuple):
+    """An answer to judge.
+
+    Attributes:
+        id: Names the judgement: the question's id and the number of the answer among its distinct ones.
+        question: The question.
+        text: The answer as the first sample wrote it.
+        choice: The label or the normalised answer.
+        is_right: Whether it is right; the model does not see it.
+    """
+
+    id: str
+    question: Question
+    text: str
+    choice: str
+    is_right: bool
+
+    def as_question(self) -> Question:
+        """Return the judgement as a question with the labels True and False."""
+        options = (Option(label=RIGHT, text=RIGHT), Option(label=WRONG, text=WRONG))
+        return Question(
+            id=self.id,
+            task=self.question.task,
+            split=self.question.split,
+            fields={**self.question.fields, "proposed answer": self.text},
+            options=options,
+            gold=RIGHT if self.is_right else WRONG,
+        )
+
+
+class JudgementRun(EvaluationRun):
+    """Asks a model whether proposed answers are right; P(True) is the probability of one label at one position.
+
+    Nothing is generated where the engine scores tokens, or where a server continues a begun response: the answer block
+    is opened and the next token is the label.
+    """
+
+    def generate_responses(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
+        """Return an empty response to each judgement, to be closed; or what a server writes if it cannot continue."""
+        if self.engine.tokenizer is None and not self._readable_server.can_continue:
+            return super().generate_responses(keys)
+        self.todo.clear()
+        return chain(self._begin_responses(keys), self._continue_responses())
+
+    def _begin_responses(self, keys: Sequence[Key]) -> Iterator[Generation]:
+        for question, sample in keys:
+            prompt_tokens = None
+            if self.engine.tokenizer is not None:
+                prompt_tokens = len(prompt_ids(self.engine.tokenizer, self.asked[question].chat))
+            yield Generation(
+                question=question,
+                sample=sample,
+                text="",
+                token_ids=(),
+                prompt_tokens=prompt_tokens,
+                tokens=0,
+                model=self.engine.model,
+            )
+
+    def _continue_responses(self) -> Iterator[Generation | Refusal]:
+        """Yield the replies of a server to the begun responses, which reading has put into `todo`."""
+        if self.todo:
+            yield from self.engine.generate(self.todo)
+
+
+def judge_answers(
+    engine: Engine, proposals: Sequence[Proposal], settings: EvaluationRunSettings
+) -> dict[str, Prediction]:
+    """Ask the model whether each proposed answer is right.
+
+    Args:
+        engine: The engine.
+        proposals: The answers to judge, with different ids.
+        settings: `reasoning` is that of the questions' own prompts, `out` the file of judgements.
+
+    Returns:
+        The id of a proposal -> its judgement; without those that a server refused.
+    """
+    if not proposals:
+        return {}
+    chats: dict[str, tuple[Message, ...]] = {}
+    for proposal in proposals:
+        chats[proposal.id] = render_judgement(proposal.question, proposal.text, reasoning=settings.reasoning)
+    once = replace(settings, k=1, temperature=0.0, max_tokens=JUDGEMENT_TOKENS, stated=False)
+    run = JudgementRun(engine, [proposal.as_question() for proposal in proposals], once, chats)
+    judgements = run.collect(Prediction, run.answer_keys)
+    return {judgement.question: judgement for judgement in judgements}
+
+
+def read_ptrue(judgement: Prediction | Answer) -> float | None:
+    """Return P(True): the full-vocabulary probability of the label True.
+
+    A server shows the best candidates only: where True is not among them its probability counts as 0, and None means
+    that neither label is.
+    """
+    if judgement.label is None:
+        return None
+    if judgement.label == RIGHT:
+        return judgement.confidence
+    if judgement.label_logprobs is None:
+        return 0.0
+    return probability_of(judgement.label_logprobs[RIGHT])
+
+
+def probability_of(logprob: float) -> float:
+    """Return the probability, at most 1 where the logarithm was rounded up.
+
+    >>> probability_of(1e-9)
+    1.0
+    """
+    return min(1.0, math.exp(logprob))
+
+
+# One evaluation
+
+
+@dataclass
+class Elicitation:
+    """One evaluation with several kinds of confidence.
+
+    Attributes:
+        engine: The engine that runs the model.
+        questions: The questions.
+        kinds: The kinds of confidence, the main one first.
+        settings: How the questions are asked.
+        equivalent: Whether two answers mean the same; None compares them after normalisation.
+    """
+
+    engine: Engine
+    questions: list[Question]
+    kinds: tuple[ConfidenceKind, ...]
+    settings: EvaluationRunSettings
+    equivalent: Equivalent | None = None
+
+    def make_predictions(self) -> list[Prediction]:
+        """Generate, read, judge and write the predictions."""
+        stated = "verbal" in self.kinds
+        asked = replace(self.settings, stated=stated, out=self._sibling("generations"))
+        run = EvaluationRun(self.engine, self.questions, asked)
+        generations = run.collect(ScoredGeneration, run.score_keys)
+        texts: dict[Key, str] = {}  # the answers as they are written
+        predictions = self._read_label_answers(generations, texts, stated=stated)
+        predictions += self._read_short_answers(generations, texts)
+        predictions.sort(key=lambda prediction: run.keys[prediction.key])
+        predictions = self._merge_answers(predictions)
+        ptrue: dict[Key, float | None] = {}
+        proposals: list[Proposal] = []
+        if "ptrue" in self.kinds:
+            proposals = self._propose_answers(predictions, texts)
+            ptrue = self._judge(predictions, proposals)
+        predictions = self._add_confidences(predictions, ptrue)
+        if self.settings.out is not None:
+            self._write(self.settings.out, run, predictions, proposals)
+        return predictions
+
+    def _sibling(self, name: str) -> Path | None:
+        if self.settings.out is None:
+            return None
+        return sibling_path(self.settings.out, name)
+
+    def _read_label_answers(
+        self, generations: Sequence[ScoredGeneration], texts: dict[Key, str], *, stated: bool
+    ) -> list[Prediction]:
+        """Read the responses to questions with labels, as without other kinds of confidence."""
+        labelled = [question for question in self.questions if question.has_labels]
+        if not labelled:
+            return []
+        ids = {question.id for question in labelled}
+        sampling = SamplingOptions(
+            k=self.settings.k,
+            temperature=self.settings.temperature,
+            seed=self.settings.seed,
+            max_tokens=self.settings.max_tokens,
+            reasoning=self.settings.reasoning,
+            stated=stated,
+        )
+        own = [generation for generation in generations if generation.question in ids]
+        predictions = read(self.engine, labelled, own, **sampling)
+        for prediction in predictions:
+            if prediction.label is not None:
+                texts[prediction.key] = prediction.label
+        return predictions
+
+    def _read_short_answers(self, generations: Sequence[Generation], texts: dict[Key, str]) -> list[Prediction]:
+        """Read and grade the responses to questions without labels."""
+        question_of = {question.id: question for question in self.questions if not question.has_labels}
+        temperatures = self.settings.temperature
+        predictions = []
+        for generation in generations:
+            question = question_of.get(generation.question)
+            if question is None:
+                continue
+            answer = read_short_answer(
+                generation.text, question.grade or "exact", cut=generation.finish_reason == "length"
+            )
+            is_right = answer.text is not None and is_right_answer(answer.text, question)
+            if answer.text is not None:
+                texts[generation.key] = answer.text
+            temperature = temperatures if isinstance(temperatures, int | float) else temperatures[generation.sample]
+            unlabelled = Answer(None, answer.source or "none", 0.0, None, None)
+            prediction = make_prediction(
+                question,
+                generation,
+                unlabelled,
+                temperature=temperature,
+                seed=self.settings.seed,
+                engine=self.engine.name,
+            )
+            predictions.append(prediction.model_copy(update={"answer": answer.key, "correct": is_right}))
+        return predictions
+
+    def _merge_answers(self, predictions: Sequence[Prediction]) -> list[Prediction]:
+        """Replace each short answer of a question by the first that means the same."""
+        if self.equivalent is None:
+            return list(predictions)
+        return merge_predictions(predictions, self.equivalent)
+
+    def _propose_answers(self, predictions: Sequence[Prediction], texts: Mapping[Key, str]) -> list[Proposal]:
+        """Return the distinct answers of every question, in the words of the first sample with each."""
+        question_of = {question.id: question for question in self.questions}
+        proposals: list[Proposal] = []
+        number_of: dict[str, int] = {}
+        seen: set[tuple[str, str]] = set()
+        for prediction in predictions:
+            choice = prediction.choice
+            if choice is None or (prediction.question, choice) in seen:
+                continue
+            seen.add((prediction.question, choice))
+            number = number_of.get(prediction.question, 0)
+            number_of[prediction.question] = number + 1
+            proposal = Proposal(
+                id=f"{prediction.question}#{number}",
+                question=question_of[prediction.question],
+                text=texts[prediction.key],
+                choice=choice,
+                is_right=prediction.is_correct,
+            )
+            proposals.append(proposal)
+        return proposals
+
+    def _judge(self, predictions: Sequence[Prediction], proposals: Sequence[Proposal]) -> dict[Key, float | None]:
+        """Return P(True) of every prediction."""
+        settings = replace(self.settings, out=self._sibling("judgements"))
+        judgements = judge_answers(self.engine, proposals, settings)
+        ptrue_of: dict[tuple[str, str], float | None] = {}
+        for proposal in proposals:
+            judgement = judgements.get(proposal.id)
+            ptrue_of[proposal.question.id, proposal.choice] = None if judgement is None else read_ptrue(judgement)
+        ptrue: dict[Key, float | None] = {}
+        for prediction in predictions:
+            ptrue[prediction.key] = ptrue_of.get((prediction.question, prediction.choice or ""))
+        return ptrue
+
+    def _add_confidences(
+        self, predictions: Sequence[Prediction], ptrue: Mapping[Key, float | None]
+    ) -> list[Prediction]:
+        agreement = _measure_agreements(predictions)
+        finished = []
+        for prediction in predictions:
+            confidences: dict[str, float | None] = {}
+            for kind in self.kinds:
+                if kind == "label":
+                    confidences[kind] = prediction.confidence
+                elif kind == "agreement":
+                    confidences[kind] = agreement[prediction.key]
+                elif kind == "ptrue":
+                    confidences[kind] = ptrue[prediction.key]
+                else:
+                    confidences[kind] = read_stated_confidence(prediction.text)
+            main = self.kinds[0]
+            update = {"confidences": confidences, "confidence_kind": main, "confidence": confidences[main] or 0.0}
+            finished.append(prediction.model_copy(update=update))
+        return finished
+
+    # Write
+
+    def _write(
+        self, out: Path, run: EvaluationRun, predictions: Sequence[Prediction], proposals: Sequence[Proposal]
+    ) -> None:
+        """Write the predictions, and list the refused requests next to them."""
+        generations = self._sibling("generations")
+        assert generations is not None
+        refusals = run.read_published(generations, ScoredGeneration).refusals
+        refused = refused_path(out)
+        if refusals:
+            write_records(refused, refusals)
+        else:
+            refused.unlink(missing_ok=True)
+        write_records(out, predictions, self._make_manifest(run, predictions, refusals, proposals))
+
+    def _make_manifest(
+        self,
+        run: EvaluationRun,
+        predictions: Sequence[Prediction],
+        refusals: Sequence[Refusal],
+        proposals: Sequence[Proposal],
+    ) -> Manifest:
+        manifest = run.make_manifest(Prediction, predictions, refusals)
+        counts = dict(manifest.counts)
+        counts["unanswered"] = sum(prediction.source == "none" for prediction in predictions)
+        counts["generated_tokens"] = sum(prediction.tokens or 0 for prediction in predictions)
+        counts["judged_answers"] = len(proposals)
+        counts["judgement_tokens"] = self._count_judgement_tokens(proposals)
+        for kind in self.kinds:
+            missing = sum((prediction.confidences or {}).get(kind) is None for prediction in predictions)
+            counts[f"without_{kind}"] = missing
+        notes = {**manifest.notes, "confidence_kinds": list(self.kinds)}
+        identity = content_hash([manifest.recipe_hash, list(self.kinds)])
+        return manifest.model_copy(update={"counts": counts, "notes": notes, "recipe_hash": identity})
+
+    def _count_judgement_tokens(self, proposals: Sequence[Proposal]) -> int:
+        """Count the tokens that judging reads; 0 where the engine has no tokenizer and so does not say."""
+        if self.engine.tokenizer is None:
+            return 0
+        total = 0
+        for proposal in proposals:
+            chat = render_judgement(proposal.question, proposal.text, reasoning=self.settings.reasoning)
+            total += len(prompt_ids(self.engine.tokenizer, chat))
+        return total
+
+
+def merge_predictions(predictions: Sequence[Prediction], equivalent: Equivalent) -> list[Prediction]:
+    """Replace each short answer of a question by the first that means the same, in the order of the samples.
+
+    Labels stay as they are. Votes and agreement then count equivalent answers together.
+
+    Args:
+        predictions: Any number of samples of each question.
+        equivalent: Whether two answers mean the same.
+
+    Returns:
+        The predictions in their order.
+    """
+    by_question: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        by_question.setdefault(prediction.question, []).append(prediction)
+    merged_of: dict[Key, str | None] = {}
+    for samples in by_question.values():
+        ordered = sorted(samples, key=lambda prediction: prediction.sample)
+        answers = merge_equivalent([prediction.answer for prediction in ordered], equivalent)
+        for prediction, answer in zip(ordered, answers, strict=True):
+            merged_of[prediction.key] = answer
+    return [prediction.model_copy(update={"answer": merged_of[prediction.key]}) for prediction in predictions]
+
+
+class KindSummary(NamedTuple):
+    """How good one kind of confidence is.
+
+    Attributes:
+        kind: The kind.
+        ece: The expected calibration error, 20 bins.
+        brier: The mean squared error of the confidence.
+        auroc: The probability that a right answer has more confidence than a wrong one; nan without either.
+        missing: Number of predictions without it, which count as 0.
+    """
+
+    kind: ConfidenceKind
+    ece: float
+    brier: float
+    auroc: float
+    missing: int
+
+
+def summarise_kinds(predictions: Sequence[Prediction], kinds: Sequence[ConfidenceKind]) -> list[KindSummary]:
+    """Measure each kind of confidence on the same predictions."""
+    correct = [prediction.is_correct for prediction in predictions]
+    summaries = []
+    for kind in kinds:
+        confidence = [prediction.confidence for prediction in choose_kind(predictions, kind)]
+        missing = sum((prediction.confidences or {}).get(kind) is None for prediction in predictions)
+        has_both = any(correct) and not all(correct)
+        summary = KindSummary(
+            kind=kind,
+            ece=ece(confidence, correct),
+            brier=brier(confidence, correct),
+            auroc=auroc(confidence, correct) if has_both else math.nan,
+            missing=missing,
+        )
+        summaries.append(summary)
+    return summaries
+
+
+def choose_kind(predictions: Sequence[Prediction], kind: ConfidenceKind) -> list[Prediction]:
+    """Make another of the stored kinds the confidence of every prediction; a missing one counts as 0.
+
+    Raises:
+        ValueError: A prediction was not asked for this kind.
+    """
+    chosen = []
+    for prediction in predictions:
+        known = prediction.confidences or {}
+        if kind not in known:
+            stored = ", ".join(known) or "label"
+            raise ValueError(f"confidence kind {kind}: {prediction.name} has {stored}")
+        update = {"confidence": known[kind] or 0.0, "confidence_kind": kind}
+        chosen.append(prediction.model_copy(update=update))
+    return chosen
+
+
+def _measure_agreements(predictions: Sequence[Prediction]) -> dict[Key, float]:
+    by_question: dict[str, list[Prediction]] = {}
+    for prediction in predictions:
+        by_question.setdefault(prediction.question, []).append(prediction)
+    agreement: dict[Key, float] = {}
+    for samples in by_question.values():
+        values = measure_agreement([prediction.choice for prediction in samples])
+        for prediction, value in zip(samples, values, strict=True):
+            agreement[prediction.key] = value
+    return agreement

@@ -1,0 +1,132 @@
+"""Answer requests of tasks without options: short answers and numbers, with the confidence that the protocol names.
+
+Everything after the samples is the same as for labels. A sample costs one upstream request, and with P(True) a second
+one that asks whether its answer is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from catto.answer.confidence import Answer, Case, read_reply, request_continuation
+from catto.answer.short_answers import ShortAnswer, measure_agreement, read_short_answer
+from catto.answer.verbal import read_stated_confidence
+from catto.elicit import JUDGEMENT_TOKENS, read_ptrue
+from catto.engines import Generation, Request
+from catto.engines.server import FaultError
+from catto.predict import STOP, STOP_STATED, describe_answer, request_seed
+from catto.prompts import JUDGEMENT_LABELS, add_judgement
+from catto.records import Grade, Option, Prediction, Refusal
+from catto.serve.answering import Answerer, AnswerRequest, GatewayAnswer, Sample, ServedQuestion, run_in_thread
+
+JUDGEMENT_OPTIONS = tuple(Option(label=label, text=label) for label in JUDGEMENT_LABELS)
+
+
+class Judgement(NamedTuple):
+    """What the upstream says of its own answer: P(True), and the replies it took."""
+
+    ptrue: float | None
+    replies: tuple[Generation, ...]
+
+
+NOT_JUDGED = Judgement(None, ())
+
+
+@dataclass(frozen=True)
+class ShortAnswerer(Answerer):
+    """Answers requests whose answer is a short text or a number.
+
+    Attributes:
+        grade: How answers are compared: it decides which samples are equal.
+        brief: Whether the task's prompts leave the form of a judgement unexplained.
+    """
+
+    grade: Grade = "exact"
+    brief: bool = False
+
+    async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
+        """Take one sample and, for P(True), ask whether its answer is right."""
+        kind = asked.protocol.confidence_kind
+        request = Request(
+            question=asked.question.id,
+            sample=number,
+            messages=asked.messages,
+            temperature=asked.protocol.temperature,
+            seed=request_seed(asked.seed, "", number),
+            max_tokens=asked.max_tokens,
+            stop=STOP_STATED if kind == "verbal" else STOP,
+        )
+        reply = await self.engine.ask(self.client, request)
+        is_cut = reply.finish_reason == "length"
+        answer = await run_in_thread(partial(read_short_answer, reply.text, self.grade, cut=is_cut))
+        confidence = None
+        judgement = NOT_JUDGED
+        if kind == "ptrue" and answer.text is not None:
+            judgement = await self._judge_answer(asked, number, answer.text)
+            confidence = judgement.ptrue
+        elif kind == "verbal":
+            confidence = await run_in_thread(read_stated_confidence, reply.text)
+        return self._make_short_sample(request, reply, answer, confidence=confidence, judgement=judgement)
+
+    async def _judge_answer(self, asked: AnswerRequest, number: int, text: str) -> Judgement:
+        """Ask the upstream whether an answer is right; FaultError if its reply cannot be read."""
+        messages = add_judgement(asked.messages, text, brief=self.brief)
+        question = ServedQuestion(asked.question.id, JUDGEMENT_OPTIONS)
+        empty = Generation(question=question.id, sample=number, text="", model=self.engine.model)
+        case = Case(question, messages, empty)
+        request = request_continuation(self.engine, case, read_reply(case)) if self.engine.can_continue else None
+        if request is not None:
+            reply = await self.engine.ask(self.client, request)
+            answer = await run_in_thread(read_reply, case, reply)
+        else:
+            request = Request(
+                question=question.id, sample=number, messages=messages, max_tokens=JUDGEMENT_TOKENS, stop=STOP
+            )
+            reply = await self.engine.ask(self.client, request)
+            answer = await run_in_thread(read_reply, Case(question, messages, reply))
+        if isinstance(answer, Refusal):
+            raise FaultError(f"no confidence can be read: {answer.refused}", is_retryable=False, code=400)
+        return Judgement(read_ptrue(answer), (reply,))
+
+    def _make_short_sample(
+        self,
+        request: Request,
+        reply: Generation,
+        answer: ShortAnswer,
+        *,
+        confidence: float | None,
+        judgement: Judgement,
+    ) -> Sample:
+        unlabelled = Answer(None, answer.source or "none", confidence or 0.0, None, None)
+        is_answered = answer.key is not None
+        response = reply.model_copy(update={"finish_reason": "stop"}) if is_answered else reply
+        # Nobody knows whether a served answer is right.
+        prediction = Prediction(
+            question=request.question,
+            task="served",
+            split="test",
+            gold="",
+            answer=answer.key,
+            correct=False,
+            **describe_answer(response, unlabelled),
+            temperature=request.temperature,
+            seed=request.seed,
+            engine=self.engine.name,
+        )
+        return Sample(prediction, (response, *judgement.replies), None)
+
+    def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
+        """Give each sample its kind of confidence, then choose as among labels."""
+        kind = asked.protocol.confidence_kind
+        confidences = [sample.prediction.confidence for sample in samples]
+        if kind == "agreement":
+            confidences = measure_agreement([sample.prediction.answer for sample in samples])
+        finished = []
+        for sample, confidence in zip(samples, confidences, strict=True):
+            update = {"confidence": confidence, "confidence_kind": kind}
+            prediction = sample.prediction.model_copy(update=update)
+            finished.append(sample._replace(prediction=prediction))
+        answer = super()._compose_answer(asked, finished)
+        return answer._replace(catto={**answer.catto, "confidence_kind": kind})
