@@ -14,11 +14,12 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from catto import prompts
-from catto.answer import forms
+from catto.answer import forms, grading
 from catto.engines import check_model, is_hub_id, server_address
 from catto.errors import DataError, data_errors_at, did_you_mean
 from catto.io.text_files import open_input, read_json
@@ -123,13 +124,27 @@ class Graph:
         self.recipe = recipe
         # The files that questions are read from; None where they are generated, or the hub's.
         self._tasks: dict[str, str | None] = {}
+        self._without_options: set[str] = set()
         for name, block in recipe.tasks.items():
             self._tasks[name] = _hash_rows(name, block)
+            if not _has_options(name, block):
+                self._without_options.add(name)
         self._model = hash_contents(recipe.model.path)
         teacher = recipe.own_teacher
         self._teacher = hash_contents(teacher.responses if teacher.source == "responses" else teacher.model)
         self._generating = Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
         self._choices: dict[tuple[str, int, str, Budget], Choice] = {}  # many stages need the same
+
+    def _generating_of(self, task: str) -> Generating:
+        """What determines the responses to a task: questions without options have prompts of their own."""
+        if task not in self._without_options:
+            return self._generating
+        both = content_hash([self._generating.prompts, prompts.open_fingerprint()])
+        return replace(self._generating, prompts=both)
+
+    def _grading_of(self, task: str) -> int | None:
+        """The version of the grading of a task's answers; None where they are labels."""
+        return grading.VERSION if task in self._without_options else None
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -190,7 +205,7 @@ class Graph:
         settings = ResponseSettings(
             teacher=teacher,
             split=questions.settings.split,
-            prompts=self._generating.prompts,
+            prompts=self._generating_of(questions.settings.task).prompts,
             contents=self._teacher,
             parser=forms.VERSION if teacher.source == "responses" else None,
             generating=None,
@@ -223,7 +238,7 @@ class Graph:
         kinds: tuple[Kind, ...] = ("outcome",),
     ) -> Stage:
         """Rows of sampled responses, usually one per question: the model is asked as a teacher would be."""
-        generating = self._generating
+        generating = self._generating_of(model.settings.task)
         temperature = 1.0 if outcome is None else outcome.temperature
         teacher = TeacherSettings(
             n=samples,
@@ -256,7 +271,9 @@ class Graph:
         for role, need in responses.needs.items():
             if role in ("questions", "trained_on"):
                 needs[role] = need
-        return Stage("rows", name, RowSettings(responses.settings, kinds, forms.VERSION), needs)
+        grading_version = self._grading_of(needs["questions"].settings.task)
+        settings = RowSettings(responses.settings, kinds, forms.VERSION, grading_version)
+        return Stage("rows", name, settings, needs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +309,7 @@ class Graph:
             keep=recipe.keep,
             prefix_sharing=recipe.prefix_sharing if method.stage == "preference" else None,
             outcome=self._resolve_outcome(method),
-            answering=self._generating if is_rcft else None,
+            answering=self._generating_of(task) if is_rcft else None,
             parser=forms.VERSION if is_rcft else None,
             others=recipe.model_dump(mode="json", exclude={*IN_STAGES, "name", "evaluation"}),
             launch=recipe.launch,
@@ -389,14 +406,15 @@ class Graph:
 
         temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
         """
-        settings = TextSettings(split, seed, self._generating, temperatures, limit)
+        settings = TextSettings(split, seed, self._generating_of(task), temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": self.plan_questions(task, split, seed)}
         generating_needs = dict(needs)
         if temperature is not None:
             generating_needs["temperature"] = temperature
         needs["generated"] = Stage("generated", f"generated {name}", settings, generating_needs)
         title = name if temperatures == GREEDY else f"read {name}"
-        return Stage("predicted", title, PredictionSettings(settings, forms.VERSION), needs)
+        reading = PredictionSettings(settings, forms.VERSION, self._grading_of(task))
+        return Stage("predicted", title, reading, needs)
 
     def _plan_validation(self, task: str, seed: int, model: Stage) -> Stage:
         """Greedy predictions on the validation questions; the base model's name says neither task nor seed."""
@@ -610,7 +628,41 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             _check_task(name, recipe)
         except _TaskError as error:
             raise DataError(origin_of(source, overrides, error.setting), None, str(error)) from None
+    problem = _find_need_of_labels(recipe)
+    if problem is not None:
+        raise DataError(source, None, problem)
     return recipe
+
+
+def _has_options(name: str, block: TaskSettings) -> bool:
+    """Whether the answers to a task are labels of options."""
+    with suppress(ValueError):  # the stage that reads the task names what is wrong with it
+        return bool(find_task(name, block).labels)
+    return True
+
+
+def _find_need_of_labels(recipe: Recipe) -> str | None:
+    """Return what of a recipe reads the label of an answer, if there is a task whose answers have none."""
+    without_options = [name for name, block in recipe.tasks.items() if not _has_options(name, block)]
+    if not without_options:
+        return None
+    reason = f"reads the labels of answers, and those to {without_options[0]} have none"
+    for name in recipe.methods:
+        if _reads_answer_labels(find_method(name)):
+            return f"methods: {name} {reason}"
+    if recipe.evaluation.k:
+        return f"evaluation.k: the ranking of candidates {reason}"
+    if recipe.outcome.target != "gold":
+        return f"outcome.target: {recipe.outcome.target} {reason}"
+    if recipe.teacher.source == "labels":
+        return f"teacher.source: labels {reason}"
+    return None
+
+
+def _reads_answer_labels(method: Method) -> bool:
+    """Whether a method reads the label tokens of answers: its training, or the scaling of its confidence."""
+    scores_pairs = method.calibration == "outcome" and method.stream == "none"
+    return method.stage == "scaling" or method.rcft_weight > 0 or method.preference_tokens != "all" or scores_pairs
 
 
 class _TaskError(ValueError):

@@ -175,7 +175,8 @@ def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
     if not rows:
         raise ValueError("the teacher gave no pair: no question has enough right and wrong answers")
     for labels in dict.fromkeys(row.labels for row in rows):
-        check_labels(tokenizer, labels)
+        if labels:
+            check_labels(tokenizer, labels)
     # Long pairs are dropped before the draw, so that all 500 drawn pairs are trained on, the same for every method.
     short_enough = drop_too_long(
         [preference_columns(tokenizer, row) for row in rows],

@@ -73,7 +73,7 @@ def find_shipped_recipes() -> dict[str, Path]:
     """Return the recipes that come with the package, by name.
 
     >>> sorted(find_shipped_recipes())
-    ['comparison', 'paper', 'quickstart', 'qwen-1.5b', 'smollm2']
+    ['comparison', 'paper', 'quickstart', 'qwen-1.5b', 'readings', 'smollm2']
     """
     return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.yaml"))}
 

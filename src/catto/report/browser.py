@@ -111,7 +111,7 @@ class Browser:
         return BrowserRow(
             cell=cell,
             question=QuestionKey(prediction.task, prediction.question, prediction.gold),
-            answer=prediction.label,
+            answer=prediction.choice,
             confidence=round(prediction.confidence, 5),
             flags=flags,
             response=response[:LONGEST],

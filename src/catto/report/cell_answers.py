@@ -25,7 +25,7 @@ class CellAnswers(GradedAnswers):
 
     Attributes:
         cell: The cell.
-        label: N labels; None for an answer that could not be parsed.
+        label: N labels, or short answers where there are none; None for an answer that could not be parsed.
         model: Name of the model.
         asked: The N questions; empty if they are not known.
         margins: Margins of held-out preference pairs; empty if none were scored.
@@ -93,7 +93,7 @@ def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed:
         by=None,
         correct=np.array([prediction.is_correct for prediction in predictions]),
         cell=cell,
-        label=[prediction.label for prediction in predictions],
+        label=[prediction.choice for prediction in predictions],
         model=predictions[0].model,
         asked=questions,
         margins=margins,

@@ -1,8 +1,9 @@
 """The stream of `outcome` for pairs without labels: the start model's own responses to questions with known answers.
 
 One response per question is trained on, up to its label; with votes, further samples show which labels the start model
-gives. Everything is sampled once, before training, and stored. A later run with the same model, questions and settings
-reads the file.
+gives. A response to a question without options is graded, and the judgement of its answer is trained on: P(True).
+Everything is sampled once, before training, and stored. A later run with the same model, questions and settings reads
+the file.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from catto.io.record_files import read_records
 from catto.io.text_files import parse_object, read_lines
 from catto.predict import generate, read
 from catto.prompts import prompt_ids, render_messages
-from catto.records import SPLITS, Question, content_hash
+from catto.recipe.settings import TeacherSettings
+from catto.records import SPLITS, Question, SftRow, content_hash
 from catto.tasks import from_file, load_questions
 from catto.tasks.own_file import propose, task_name
+from catto.teacher import ask, write_rows
+from catto.teacher.responses import GENERATIONS
 from catto.training.batches import Row
 from catto.training.config import CATTOConfig
-from catto.training.examples import Example, Label
+from catto.training.examples import Example, Label, make_examples
 
 logger = logging.getLogger(__name__)
 FOLDER = "calibration_responses"  # in the output folder of a training
@@ -124,7 +128,7 @@ def sample_stream(
     Args:
         model: The start model, loaded.
         tokenizer: Its tokenizer, with a chat template.
-        questions: Questions with options and a gold label.
+        questions: Questions, all with options or all without.
         settings: How they are asked.
         folder: Where the responses are stored, or read from if they are there.
         max_length: Maximum number of tokens of prompt and response; longer reasoning is truncated.
@@ -134,6 +138,11 @@ def sample_stream(
         One example per question, in their order, with votes as its target where k is above 1.
     """
     engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+    with_options = [question for question in questions if question.has_labels]
+    if not with_options:
+        return sample_judgements(engine, questions, settings=settings, folder=folder, max_length=max_length)
+    if len(with_options) < len(questions):
+        raise ValueError(f"calibration_questions: {len(with_options)} of {len(questions)} have options, expected all")
     generations = generate(engine, questions, out=folder / "generations.jsonl", **settings)
     votes: dict[str, Counter[str]] = {}
     if settings["k"] > 1:
@@ -152,6 +161,48 @@ def sample_stream(
         left_out = len(questions) - len(examples)
         logger.warning("left out %d of %d calibration questions: no room for an answer", left_out, len(questions))
     return examples
+
+
+def sample_judgements(
+    engine: TransformersEngine,
+    questions: Sequence[Question],
+    *,
+    settings: SamplingSettings,
+    folder: Path,
+    max_length: int | None = None,
+) -> list[Example]:
+    """Sample an answer to each question without options, grade it, and ask whether it is right.
+
+    Args:
+        engine: The engine with the start model.
+        questions: Questions with accepted answers.
+        settings: How they are asked.
+        folder: Where the responses are stored, or read from if they are there.
+        max_length: Maximum number of tokens of a judgement, with the question and the answer; longer ones are dropped.
+
+    Returns:
+        One example per question whose response has an answer. Its labels are True and False, and its gold label says
+        whether the answer is right.
+    """
+    if settings["k"] > 1:
+        raise ValueError("outcome_target: votes are of labels, and the calibration questions have no options")
+    temperature = settings["temperature"]
+    teacher = TeacherSettings(
+        n=1,
+        temperature=(temperature, temperature),
+        max_tokens=settings["max_tokens"],
+        reasoning=settings["reasoning"],
+        seed=settings["seed"],
+    )
+    asked = [question.model_copy(update={"split": "train"}) for question in questions]  # `ask` takes no other split
+    ask(asked, engine, teacher, folder)
+    write_rows(asked, teacher, folder / GENERATIONS, folder, ["outcome"])
+    rows = list(read_records(folder / "outcome.jsonl", SftRow))
+    if not rows:
+        raise ValueError("calibration_questions: no response of the start model gives an answer")
+    if len(rows) < len(questions):
+        logger.warning("left out %d of %d calibration questions: no answer", len(questions) - len(rows), len(questions))
+    return make_examples(engine.tokenizer, rows, max_length)
 
 
 def make_example(

@@ -19,6 +19,7 @@ class RowSettings(StageSettings):
     asked: ResponseSettings
     kinds: tuple[Kind, ...]
     parser: int
+    grading: int | None = None  # the version of the grading; None where answers are labels
 
     def key_fields(self) -> dict[str, Any]:
         """Add how rows are picked."""
