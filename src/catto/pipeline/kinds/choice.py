@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from catto.pipeline.kinds.reading import read_predictions
+from catto.pipeline.kinds.reading import read_stage_predictions
 from catto.pipeline.stage import StageSettings, Work, write_json
 
 
@@ -48,7 +48,7 @@ def _measure_rates(work: Work[ChoiceSettings]) -> list[float]:
     for number in range(len(work.settings.rates)):
         errors = []
         for seed in work.settings.seeds:
-            rows = read_predictions(work.input(f"validation {number} seed {seed}"))
+            rows = read_stage_predictions(work.input(f"validation {number} seed {seed}"))
             errors.append(ece([row.confidence for row in rows], [row.is_correct for row in rows]))
         means.append(fmean(errors))
     return means

@@ -74,6 +74,6 @@ def _read_short_answers(work: Work[PredictionSettings], questions: Sequence[Ques
     )
 
 
-def read_predictions(folder: Path) -> list[Prediction]:
+def read_stage_predictions(folder: Path) -> list[Prediction]:
     """Read the predictions of a stage's folder."""
     return list(read_records(folder / PREDICTIONS, Prediction))

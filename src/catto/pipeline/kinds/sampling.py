@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from catto.io.text_files import read_json
 from catto.pipeline.kinds.generation import TEMPERATURE
-from catto.pipeline.kinds.reading import read_predictions
+from catto.pipeline.kinds.reading import read_stage_predictions
 from catto.pipeline.stage import Work, write_json
 
 
@@ -15,5 +15,5 @@ def run_sampling_choice(work: Work) -> None:
     from catto.metrics.selection import choose_sampling
 
     tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]
-    choice = choose_sampling(read_predictions(work.input("predicted")), tau)
+    choice = choose_sampling(read_stage_predictions(work.input("predicted")), tau)
     write_json(work.out / TEMPERATURE, asdict(choice))

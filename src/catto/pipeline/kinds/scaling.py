@@ -9,7 +9,7 @@ from catto.io.record_files import write_records
 from catto.io.text_files import read_json
 from catto.methods import ScalingKind
 from catto.pipeline.kinds.generation import TEMPERATURE
-from catto.pipeline.kinds.reading import read_predictions
+from catto.pipeline.kinds.reading import read_stage_predictions
 from catto.pipeline.stage import StageSettings, Work, resolve_choice, stage_dir, write_json
 
 SCALED = "scaled.jsonl"
@@ -34,7 +34,7 @@ def run_fit(work: Work[ScalingSettings]) -> None:
         validation = needs["validation"]
     else:
         validation = resolve_choice(work.root, needs["model"], "validation")
-    predictions = read_predictions(stage_dir(work.root, validation))
+    predictions = read_stage_predictions(stage_dir(work.root, validation))
     kind = work.settings.kind
     if kind == "vector":
         fit = fit_vector(predictions)
@@ -50,7 +50,7 @@ def run_rescaling(work: Work[ScalingSettings]) -> None:
     from catto.metrics.temperature import rescale_predictions
     from catto.metrics.vector import scale_by_vector
 
-    predictions = read_predictions(work.input("predicted"))
+    predictions = read_stage_predictions(work.input("predicted"))
     kind = work.settings.kind
     summary = {
         "temperature": predictions[0].temperature,
