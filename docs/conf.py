@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import textwrap
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -12,7 +13,7 @@ from catto import __version__
 
 project, author, release = "catto", "The catto authors", __version__
 copyright = author  # noqa: A001
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"catto {release}"
 html_static_path = ["_static"]
@@ -27,6 +28,8 @@ suppress_warnings = ["misc.highlighting_failure"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes in a list; autodoc lists those of a dataclass itself
 
 # Pages in a reader's order. Every page is listed: one outside the contents fails the build.
 CONTENTS = """
@@ -93,16 +96,39 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += CONTENTS
 
 
+FENCED_CODE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
 def as_markdown(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Read docstrings as Markdown does: single backticks hold code, an indented line continues its paragraph."""
-    paragraphs = "\n".join(lines).split("\n\n")
+    """Read docstrings as Markdown does: backticks hold code, an indented line continues its paragraph."""
+    text = "\n".join(lines)
+    converted = []
+    end = 0
+    for block in FENCED_CODE.finditer(text):
+        converted.append(convert_paragraphs(text[end : block.start()]))
+        converted.append(convert_code(block))
+        end = block.end()
+    converted.append(convert_paragraphs(text[end:]))
+    lines[:] = "".join(converted).split("\n")
+
+
+def convert_code(block: re.Match[str]) -> str:
+    """Turn a fenced block into a directive of reStructuredText."""
+    margin, language, code = block.groups()
+    return f"{margin}.. code-block:: {language}\n\n{textwrap.indent(code, '    ')}"
+
+
+def convert_paragraphs(text: str) -> str:
+    """Turn Markdown's code in single backticks into reStructuredText; examples stay as they are."""
+    paragraphs = text.split("\n\n")
     for place, paragraph in enumerate(paragraphs):
-        if ">>>" not in paragraph:
-            parts = re.split(r"`([^`]+)`", re.sub(r"\n +", " ", paragraph))
-            parts[::2] = [re.sub(r"([|*_])", r"\\\1", text) for text in parts[::2]]
-            parts[1::2] = [f"``{code}``" for code in parts[1::2]]
-            paragraphs[place] = "".join(parts)
-    lines[:] = "\n\n".join(paragraphs).split("\n")
+        if ">>>" in paragraph:
+            continue
+        parts = re.split(r"`([^`]+)`", re.sub(r"\n +", " ", paragraph))
+        parts[::2] = [re.sub(r"\\?([|*_])", r"\\\1", plain) for plain in parts[::2]]
+        parts[1::2] = [f"``{code}``" for code in parts[1::2]]
+        paragraphs[place] = "".join(parts)
+    return "\n\n".join(paragraphs)
 
 
 def without_inherited(

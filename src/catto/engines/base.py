@@ -117,7 +117,7 @@ def find_stop_end(text: str, stops: Collection[str]) -> int | None:
         stops: The stop texts.
 
     Returns:
-        The index after the stop text; None if there is none, so that `text[:end]` is the whole text.
+        The index after the stop text, or None if there is none. A slice that ends there is the whole text.
 
     Example:
         >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))
