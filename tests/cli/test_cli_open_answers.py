@@ -130,6 +130,16 @@ def test_kinds_side_by_side_and_equivalent_answers(folder: Path, tmp_path: Path,
     assert "fitted on the confidence kind ptrue, these are agreement" in shown.err
 
 
+def test_fields_and_grade_are_proposed(tmp_path: Path, capsys: Capture) -> None:
+    for schema, proposal in (
+        (gsm8k, "--fields question=question,answer=answer --grade number\n"),
+        (trivia_qa, "--fields question=question,answer=answer\n"),
+    ):
+        shown = run(capsys, "data", *schema(tmp_path, 3)[:2], "--split", "test")
+        assert shown.code == 0, shown.err
+        assert f"Proposed from its first rows: {proposal}" in shown.out
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +119,48 @@ def test_the_gateway_reads_a_stated_confidence_and_refuses_options() -> None:
                 assert reply.catto["confidence"] == row.confidence
         with pytest.raises(openai.BadRequestError, match="the served task has no options"):
             ask(url, messages=messages_of(questions[0]), wishes={"options": {"A": "", "B": ""}})
+
+
+@pytest.mark.parametrize("kind", ["ptrue", "agreement", "verbal"])
+def test_the_command_serves_a_file_of_sums(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason=REASONS["serve"])
+    import openai
+    from llama_server import free_port, process
+
+    rows = []
+    for question in sums(5):
+        rows.append(json.dumps({"question": question.fields["question"], "answer": question.gold}))
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows) + "\n")
+    task = tmp_path / "sums.yaml"
+    task.write_text("path: sums.jsonl\nfields: {question: question, answer: answer}\ngrade: number\n")
+    port = free_port()
+    with OpenAIServer(served) as upstream:
+        arguments = ["--upstream", upstream.url, "--task", str(task), "--model", "tiny-answerer", "--port", str(port)]
+        arguments += ["--confidence-kind", kind, "--k", "3", "--temperature", "1"]
+        url = f"http://127.0.0.1:{port}"
+        with process(f"{url}/health", "-m", "catto", "serve", *arguments):
+            asking = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+            with asking:
+                turns: Any = messages_of(sums(5)[3], confidence=kind == "verbal")
+                reply = asking.chat.completions.create(model="tiny-answerer", messages=turns, max_tokens=24, seed=1)
+    about = reply.model_extra["catto"] if reply.model_extra else {}
+    assert about["confidence_kind"] == kind
+    assert about["k"] == 3
+    assert about["label"] is None
+    if about.get("answer") is not None:
+        assert 0 <= about["confidence"] <= 1
+
+
+def test_the_command_refuses_kinds_that_a_task_does_not_have() -> None:
+    pytest.importorskip("fastapi", reason=REASONS["serve"])
+    from catto.cli.serve import ServedTask, _check_kind
+
+    protocol = Protocol(rule="most confident", k=4, temperature=1.0, fallback="answer", confidence_kind="ptrue")
+    with pytest.raises(SystemExit):
+        _check_kind(protocol, ServedTask(("A", "B")))
+    agreement = protocol.model_copy(update={"confidence_kind": "agreement", "stop": 0.9})
+    with pytest.raises(SystemExit):
+        _check_kind(agreement, ServedTask(()))
+    plain = protocol.model_copy(update={"confidence_kind": None})
+    assert _check_kind(plain, ServedTask(())) == protocol.model_copy(update={"fallback": None})
+    assert _check_kind(plain, ServedTask(("A", "B"))) == plain

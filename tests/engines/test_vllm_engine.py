@@ -1,11 +1,10 @@
-"""The vLLM engine's requests and replies on objects of vLLM's form; the engine itself only where it is installed."""
+"""The vLLM engine's requests and replies on objects of vLLM's form; `test_vllm_real.py` runs vLLM itself."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from catto.metrics.temperature import fit_tau, rescale_predictions
 from catto.predict import evaluate
 from catto.prompts import prompt_ids
 from catto.records import Message
-from needs import needs
 
 CHAT = (Message(role="user", content="the question"),)
 REQUEST = Request(question="q", sample=2, messages=CHAT, temperature=0.7, seed=9, max_tokens=33, stop=("</answer>",))
@@ -232,16 +230,3 @@ def test_a_response_that_fills_the_model_still_leaves_room_to_score(monkeypatch:
     assert engine.positions == 47
     contexts = [ragged_contexts()[0].model_copy(update={"prefix": (20,) * (room - 1)})]
     assert len(engine.score(contexts)) == 1
-
-
-@needs("vllm")
-def test_the_engine_scores_like_transformers(tmp_path: Path) -> None:
-    """Heads of 64, since vLLM's kernels take none smaller; never run on a machine without a GPU."""
-    model = tiny_model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
-    model.save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    engine = VLLMEngine(str(tmp_path), dtype="float32", enforce_eager=True, gpu_memory_utilization=0.3)
-    contexts = ragged_contexts()
-    for ours, theirs in zip(engine.score(contexts), TransformersEngine(model, TOKENIZER).score(contexts), strict=True):
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
-        assert ours.logsumexp == pytest.approx(theirs.logsumexp, abs=1e-2)

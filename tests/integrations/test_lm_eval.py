@@ -83,6 +83,7 @@ def test_groups_hold_the_tasks_of_the_groups_below_them(tmp_path: Path) -> None:
     # A group of one task would repeat its line.
     assert [part.name for part in harness.parts] == ["mmlu", "stem", "algebra", "physics", "law"]
     assert list(harness.parts[0].tasks) == ["algebra", "physics", "law"]
+    assert [part.name for part in harness.outer_parts] == ["mmlu"]
 
 
 def test_a_task_that_generates_text_is_left_out_with_a_reason(tmp_path: Path) -> None:
@@ -106,11 +107,12 @@ def test_lengths_of_choices_count_if_asked(tmp_path: Path) -> None:
     assert normalised.answers.correct.tolist() == [False]
 
 
-def test_the_page_has_the_numbers_of_the_log(tmp_path: Path) -> None:
-    samples = {"law": answers(0.75, [True, False]), "physics": answers(0.6, [True] * 4)}
+def test_the_page_has_groups_as_tasks(tmp_path: Path) -> None:
+    """Pooled, 5 of 6 are right. The mean over the tasks of the group would be 3/4."""
+    samples = {"law": answers(0.75, [True, False]), "physics": answers(0.6, [True] * 4), "piqa": answers(0.7, [False])}
     harness = plugin.read_log(write_log(tmp_path, samples, {"mmlu": ["law", "physics"]}))
     rows = list(plugin.list_page_rows(harness))
-    assert len(rows) == 12
+    assert len(rows) == 7
     assert rows[0] == {
         "question": "law 0",
         "task": "mmlu",
@@ -125,7 +127,7 @@ def test_the_page_has_the_numbers_of_the_log(tmp_path: Path) -> None:
     assert build(results, out, out).exists()
     numbers = json.loads((out / "numbers.json").read_text(encoding="utf-8"))
     accuracy = {cell["task"]: cell["metrics"]["accuracy"]["value"] for cell in numbers["cells"]}
-    assert accuracy == {"mmlu": 5 / 6, "law": 0.5, "physics": 1.0}
+    assert accuracy == {"mmlu": 5 / 6, "piqa": 0.0}
 
 
 @pytest.mark.parametrize(

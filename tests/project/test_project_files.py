@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 from pages import PAGES, ROOT
 
 import catto
@@ -30,7 +32,7 @@ def test_the_workflow_runs_targets_of_the_makefile_on_every_supported_python() -
     matrix = job["strategy"]["matrix"]
     assert set(matrix["python"]) == supported == {"3.11", "3.12", "3.13"}
     targets = [*matrix["target"], *(extra["target"] for extra in matrix["include"])]
-    assert {"test", "lint", "wheel", "docs"} == set(targets)
+    assert {"test", "test-oldest", "test-newest", "lint", "wheel", "docs"} == set(targets)
     assert not [target for target in targets if not re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)]
     assert [step["run"] for step in job["steps"] if "run" in step] == ["make ${{ matrix.target }}"]
 
@@ -78,7 +80,9 @@ def test_the_source_archive_holds_what_a_checkout_holds() -> None:
     local = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert {"benchmarks", "docs", "examples", "tests"} <= set(manifest) & local
     assert {".ci", ".github"} <= set(manifest)
-    files = {"Makefile", "constraints.txt", *(page for page in PAGES if "/" not in page)} - {"README.md"}
+    constraints = {path.name for path in ROOT.glob("constraints*.txt")}
+    assert constraints == {"constraints.txt", "constraints-oldest.txt", "constraints-newest.txt"}
+    files = {"Makefile", *constraints, *(page for page in PAGES if "/" not in page)} - {"README.md"}
     assert files <= set(manifest)
 
 
@@ -91,6 +95,20 @@ def test_what_the_extras_ask_for_is_pinned() -> None:
     asked = [*PROJECT["project"]["dependencies"], *extras["train"], *extras["docs"], *extras["dev"], "build", "twine"]
     names = {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", one)[0]).lower() for one in asked}  # type: ignore[index]
     assert names - pinned == {"catto"}
+
+
+def test_the_oldest_corner_is_the_lower_end_of_the_ranges() -> None:
+    """torch, an install of its own, is 2.13.0 in every corner."""
+    pinned = {}
+    for line in (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines():
+        name, version = line.split("==")
+        pinned[name] = Version(version).release[:2]
+    for text in PROJECT["project"]["optional-dependencies"]["train"]:
+        requirement = Requirement(text)
+        if requirement.name == "torch":
+            continue
+        floors = [part.version for part in requirement.specifier if part.operator == ">="]
+        assert [Version(floor).release for floor in floors] == [pinned[requirement.name]]
 
 
 def test_install_commands_of_the_pages_work_in_a_clone() -> None:

@@ -31,6 +31,7 @@ from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 from catto.calibrate import Fitted
 from catto.metrics.calibrators import Temperature
 from catto.metrics.selection import RULES
+from catto.model_calibration import ModelCalibration, store_calibration
 from catto.serve.gateway import Limits
 
 P = math.exp(-0.25)
@@ -632,6 +633,35 @@ def test_the_command_serves_until_it_is_asked_to_stop(tmp_path: Path) -> None:
     assert found == [200]
     assert f"Serving tiny-answerer of {upstream.url}" in said
     assert "k-1" not in said + problems
+
+
+@pytest.mark.slow
+def test_a_model_that_is_named_after_its_folder_brings_its_calibrator(tmp_path: Path) -> None:
+    """vLLM names a model after the folder it was loaded from."""
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    fitted = Fitted(Temperature(tau=2.0), rows=300)
+    store_calibration(folder, ModelCalibration(fitted, threshold(0.5, ONE, fitted)), fitted_on="fit.jsonl")
+    port = free_port()
+    with OpenAIServer(always("B")) as upstream:
+        process = serving("--upstream", upstream.url, "--model", str(folder), "--port", str(port))
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: process.poll() is not None or is_serving(url), 60)
+        status, reply, _ = post(url, {**body(), "model": "my-model"})
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=30)
+    assert status == 200
+    assert reply["catto"]["calibrator"] == {"name": "temperature", "n": 300}
+    assert reply["catto"]["threshold"] == 0.5
+    assert reply["catto"]["confidence"] == pytest.approx(fitted.calibrator.apply([P])[0])  # type: ignore[union-attr]
+    assert f"Calibrator of {folder}." in said
+
+
+def is_serving(url: str) -> bool:
+    try:
+        return get(url, "/health")[0] == 200
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from catto.prompts import render_messages
 from catto.recipe.settings import TaskSettings, is_task_file
 from catto.records import SPLITS, Question, Split
 from catto.tasks import LoadReport, Task, load_questions
-from catto.tasks.own_file import own_task, propose, task_name
+from catto.tasks.own_file import own_task, propose, suggests_numbers, task_name
 
 SplitFiles = dict[Split, str | list[str]]
 NO_FILE = QuestionFileOptions()
@@ -77,8 +77,12 @@ def data(
     with refusing():
         if questions.file and questions.fields is None:
             files = split_files(questions.file)
-            proposed = propose(files, split_answers(questions.answers, files))
+            answers = split_answers(questions.answers, files)
+            proposed = propose(files, answers)
             questions = replace(questions, fields=_format_fields(proposed))
+            is_open = "options" not in proposed
+            if is_open and questions.grade is None and suggests_numbers(files, proposed, answers):
+                questions = replace(questions, grade="number")
             n = min(n, 1)
         source = choose_source(task, questions, name="TASK")
         loaded = _load_splits(source, split, n=n, seed=seed, data_dir=data_dir)
@@ -88,7 +92,10 @@ def data(
     report = loaded.report
     say(f"{report.task}: {report.source}; licence: {report.licence}")
     if proposed:
-        say(f"Proposed from its first rows: --fields {shlex.quote(questions.fields or '')}")
+        proposal = f"--fields {shlex.quote(questions.fields or '')}"
+        if questions.grade is not None:
+            proposal += f" --grade {questions.grade}"
+        say(f"Proposed from its first rows: {proposal}")
     if stats:
         _print_statistics(loaded.splits)
     else:

@@ -91,9 +91,12 @@ def lm_eval(
         warn(problem)
     if not log.parts:
         refuse(f"{results}: no task has answers with a probability")
-    _measure_and_print(log)
+    summaries = _measure_parts(log)
+    _print_table(log, summaries)
+    _print_verdicts(log.parts, summaries)
+    numbers = _write_numbers(log.parts, summaries, out / "tasks.json")
     page = _write_page(log, out)
-    say(f"Wrote {page}; the log is in {results.parent}.")
+    say(f"Wrote {page} and {numbers}; the log is in {results.parent}.")
 
 
 def _is_helper_process() -> bool:
@@ -101,18 +104,14 @@ def _is_helper_process() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-def _measure_and_print(log: HarnessLog) -> None:
-    """Measure every part, with a progress bar; print a table with one line per part, and a sentence on each."""
+def _measure_parts(log: HarnessLog) -> list[Summary]:
+    """Measure every part, with a progress bar."""
     from catto.measure import MeasureSettings, summarise
 
     settings = MeasureSettings(METRICS_SHOWN)
     steps = sum(settings.steps(len(part.answers)) for part in log.parts)
-    summaries = []
     with progress("measuring", steps) as tick:
-        for part in log.parts:
-            summaries.append(summarise(part.answers, settings, tick))
-    _print_table(log, summaries)
-    _print_verdicts(log.parts, summaries)
+        return [summarise(part.answers, settings, tick) for part in log.parts]
 
 
 def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
@@ -141,6 +140,18 @@ def _print_verdicts(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary
     for part, summary in zip(parts, summaries, strict=True):
         say(f"{part.name}: {verdict(summary)}")
         console.warn_few(summary.questions or summary.rows, part.name, "intervals are too narrow", "question")
+
+
+def _write_numbers(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary], path: Path) -> Path:
+    """Write the numbers of every part as JSON; the page has those of the groups, but not of their tasks."""
+    from catto.io.atomic import write_text
+    from catto.measure import jsonable, verdict
+
+    document = {}
+    for part, summary in zip(parts, summaries, strict=True):
+        document[part.name] = {"tasks": list(part.tasks), **jsonable(summary), "verdict": verdict(summary)}
+    write_text(path, json.dumps(document, indent=1) + "\n")
+    return path
 
 
 def _write_page(log: HarnessLog, out: Path) -> Path:

@@ -179,8 +179,9 @@ def serve(
         warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
     protocol = _check_kind(_choose_protocol(answering, fitted, risk_threshold), served)
     engine = _connect_upstream(upstream, model, options)
-    if calibrator is None and threshold is None and has_calibrator(Path(engine.model)):
-        calibrator = Path(engine.model)
+    model_folder = Path(engine.served_name)
+    if calibrator is None and threshold is None and has_calibrator(model_folder):
+        calibrator = model_folder
         fitted, risk_threshold = _read_fitted(calibrator, None)
         protocol = _check_kind(_choose_protocol(answering, fitted, risk_threshold), served)
         say(f"Calibrator of {calibrator}.")

@@ -1,4 +1,4 @@
-"""Generate and score with vLLM in this process (offline). Untested on hardware: only requests and replies are tested.
+"""Generate and score with vLLM in this process (offline). It was run on a CPU, not yet on a GPU.
 
 One engine of raw log-probabilities does both. A label is scored by a request of its own: one token after the label's
 context with the log-probabilities of the whole vocabulary. They are the logits less a constant, so every tau is exact.

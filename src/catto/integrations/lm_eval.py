@@ -114,6 +114,16 @@ class HarnessLog:
     parts: tuple[HarnessAnswers, ...]
     problems: tuple[str, ...]
 
+    @property
+    def outer_parts(self) -> list[HarnessAnswers]:
+        """The parts whose tasks are not among those of a larger part: a group, but not its tasks."""
+        kept: list[HarnessAnswers] = []
+        for part in sorted(self.parts, key=lambda part: len(part.tasks), reverse=True):
+            is_inside = any(part.tasks.keys() <= other.tasks.keys() for other in kept)
+            if not is_inside:
+                kept.append(part)
+        return kept
+
 
 def read_log(results: Path, *, length_normalised: bool = False) -> HarnessLog:
     """Read the log of a run: every task, and every group with the answers of all of its tasks.
@@ -212,8 +222,11 @@ def make_page_name(name: str) -> str:
 
 
 def list_page_rows(log: HarnessLog) -> Iterator[dict[str, Any]]:
-    """Yield a row for each answer of each part, in the form of `catto report`; a group is a task of its own."""
-    for part in log.parts:
+    """Yield a row for each answer, in the form of `catto report`.
+
+    A group is one task: the first screen of a page averages over tasks, and would average over those of the group.
+    """
+    for part in log.outer_parts:
         index = 0
         for task, path in part.tasks.items():
             for _, fields in read_answers(path, log.names):

@@ -456,7 +456,7 @@ def render_dataset_card(title: str, *, split: str, file: str, columns: Collectio
         features.append({"name": name, "dtype": DTYPES[kind]})
     data = DatasetCardData(
         pretty_name=title,
-        task_categories=["multiple-choice"],
+        task_categories=["question-answering" if "answer" in columns else "multiple-choice"],
         tags=TAGS,
         configs=[{"config_name": "default", "data_files": [{"split": split, "path": file}]}],
         dataset_info={"features": features},

@@ -294,6 +294,25 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
     raise _explain_no_map(rows[0].file, values, has_answer_file=has_answer_file)
 
 
+def suggests_numbers(files: Files, fields: Fields, answers: Files | None = None) -> bool:
+    """Return whether the first rows of a map without options all have numbers as answers.
+
+    Args:
+        files: Split -> its files.
+        fields: Part of the map -> the names in the file.
+        answers: Files with one answer per line, if the rows hold no answers.
+    """
+    named = {**fields, "answer": ANSWER} if answers else fields
+    source = find_rows(Task("own", (), "", "", files=files, answers=answers), None, None)
+    try:
+        number_map = answer_map(named, "number")
+        for row in islice(source.rows(source.available[0]), PROPOSAL_ROWS):
+            number_map.parse_row(row.fields)
+    except ValueError:
+        return False
+    return True
+
+
 def _flatten_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row, and those one level inside them as `outer.inner`."""
     values: dict[str, Any] = {}
