@@ -125,13 +125,14 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="folder of `catto run readings`")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--n", type=int, default=1000, help="test questions per seed")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args()
     rows: dict[tuple[str, str], list[Scores]] = {}
     for seed in options.seeds:
         questions = list(load_questions("readings", "test", seed=seed, limit=options.n))
         bayes = fmean(likeliest_sum(question) == question.gold for question in questions)
         print(f"seed {seed}: the most probable sum is right for {100 * bayes:.1f} % of {len(questions)} questions")
-        for method in METHODS:
+        for method in options.methods:
             start = time.process_time()
             out = options.run / "kinds" / f"{method}-{seed}.jsonl"
             scores = measure_model(find_model(options.run, method, seed), questions, seed, out)
