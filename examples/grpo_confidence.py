@@ -2,17 +2,16 @@
 
     python examples/grpo_confidence.py --seed 0 brier correctness
 
-A small Qwen3 is trained from scratch to answer in the form <think>, <answer>, <confidence>. Its first confidences are
+A small Qwen3 is trained from scratch to answer in the form <answer>, <confidence>. Its first confidences are
 drawn at random, so they say nothing. GRPO then trains a copy of it with each of the named rewards. The true probability
 of every answer is known here, so the script can print the distance of the stated confidence to it, before and after.
-Each step of GRPO takes two seconds on one CPU core; nothing is downloaded.
+Each step of GRPO takes a second on one CPU core; nothing is downloaded.
 """
 
 import argparse
 import json
 import random
 import time
-from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,18 +35,18 @@ CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_
 
 
 def make_prompt(question) -> list[dict]:
-    return [message.model_dump() for message in render_messages(question, confidence=True)]
+    return [message.model_dump() for message in render_messages(question, reasoning=False, confidence=True)]
 
 
-def make_first_rows(questions, seed: int, per_question: int = 3) -> list[dict]:
+def make_first_rows(questions, seed: int, per_question: int = 2) -> list[dict]:
     """Right form, the teacher's answers, and a confidence from 0% to 100% that is drawn at random."""
     draws = random.Random(seed)
     rows = []
     for question in questions:
         for sample in range(per_question):
-            reasoning, label = respond(question, temperature=1.0, seed=1000 * seed + sample)
+            _, label = respond(question, temperature=1.0, seed=1000 * seed + sample)
             stated = 10 * draws.randrange(11)
-            text = f"{render_completion(reasoning, label)}\n<confidence>{stated}%</confidence>"
+            text = f"{render_completion(None, label)}\n<confidence>{stated}%</confidence>"
             rows.append({"prompt": make_prompt(question), "completion": [{"role": "assistant", "content": text}]})
     return rows
 
@@ -69,8 +68,8 @@ def train_with_grpo(model, tokenizer, questions, reward, seed: int, steps: int, 
     for question in questions:
         rows.append({"prompt": make_prompt(question), "gold": question.gold, "labels": question.labels})
     args = GRPOConfig(
-        folder, seed=seed, max_steps=steps, per_device_train_batch_size=256, num_generations=8, learning_rate=5e-4,
-        lr_scheduler_type="constant_with_warmup", warmup_steps=10, max_completion_length=64, logging_steps=10,
+        folder, seed=seed, max_steps=steps, per_device_train_batch_size=256, num_generations=8, learning_rate=1e-3,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=5, max_completion_length=24, logging_steps=10,
         save_strategy="no", **CPU,
     )  # fmt: skip
     trainer = GRPOTrainer(
@@ -90,10 +89,12 @@ def measure(model, tokenizer, questions, seed: int) -> dict[str, float]:
     true_probability = []
     for start in range(0, len(questions), 250):
         batch = questions[start : start + 250]
-        prompts = [prompt_text(render_messages(question, confidence=True), tokenizer) for question in batch]
+        prompts = [
+            prompt_text(render_messages(question, reasoning=False, confidence=True), tokenizer) for question in batch
+        ]
         inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         ids = model.generate(
-            inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=64, do_sample=True, top_k=0
+            inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=24, do_sample=True, top_k=0
         )
         texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for question, text in zip(batch, texts, strict=True):
@@ -125,7 +126,9 @@ def main(rewards: list[str], seed: int, steps: int, out: Path) -> None:
         before = measure(first, tokenizer, test, seed)
         print(f"after SFT: {before}", flush=True)
         for reward in rewards:
-            model = deepcopy(first)
+            # No deepcopy: the methods that a trainer has wrapped would still be those of the first model.
+            model = scratch_model(tokenizer, SIZE, seed)
+            model.load_state_dict(first.state_dict())
             started = time.process_time()
             train_with_grpo(model, tokenizer, questions, REWARDS[reward], seed, steps, folder)
             seconds = round(time.process_time() - started)

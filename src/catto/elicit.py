@@ -270,13 +270,12 @@ class Elicitation:
         predictions = self._read_label_answers(generations, texts, stated=stated)
         predictions += self._read_short_answers(generations, texts)
         predictions.sort(key=lambda prediction: run.keys[prediction.key])
-        predictions = self._merge_answers(predictions)
-        ptrue: dict[Key, float | None] = {}
         proposals: list[Proposal] = []
         if "ptrue" in self.kinds:
             proposals = self._propose_answers(predictions, texts)
-            ptrue = self._judge(predictions, proposals)
-        predictions = self._add_confidences(predictions, ptrue)
+        # Judged before answers are merged, so that the stored judgements serve any notion of equivalence.
+        ptrue = self._judge(proposals)
+        predictions = self._add_confidences(self._merge_answers(predictions), ptrue)
         if self.settings.out is not None:
             self._write(self.settings.out, run, predictions, proposals)
         return predictions
@@ -366,21 +365,18 @@ class Elicitation:
             proposals.append(proposal)
         return proposals
 
-    def _judge(self, predictions: Sequence[Prediction], proposals: Sequence[Proposal]) -> dict[Key, float | None]:
-        """Return P(True) of every prediction."""
+    def _judge(self, proposals: Sequence[Proposal]) -> dict[tuple[str, str], float | None]:
+        """Return P(True) of every answer, by the question's id and the answer."""
         settings = replace(self.settings, out=self._sibling("judgements"))
         judgements = judge_answers(self.engine, proposals, settings)
         ptrue_of: dict[tuple[str, str], float | None] = {}
         for proposal in proposals:
             judgement = judgements.get(proposal.id)
             ptrue_of[proposal.question.id, proposal.choice] = None if judgement is None else read_ptrue(judgement)
-        ptrue: dict[Key, float | None] = {}
-        for prediction in predictions:
-            ptrue[prediction.key] = ptrue_of.get((prediction.question, prediction.choice or ""))
-        return ptrue
+        return ptrue_of
 
     def _add_confidences(
-        self, predictions: Sequence[Prediction], ptrue: Mapping[Key, float | None]
+        self, predictions: Sequence[Prediction], ptrue: Mapping[tuple[str, str], float | None]
     ) -> list[Prediction]:
         agreement = _measure_agreements(predictions)
         finished = []
@@ -392,7 +388,7 @@ class Elicitation:
                 elif kind == "agreement":
                     confidences[kind] = agreement[prediction.key]
                 elif kind == "ptrue":
-                    confidences[kind] = ptrue[prediction.key]
+                    confidences[kind] = ptrue.get((prediction.question, prediction.choice or ""))
                 else:
                     confidences[kind] = read_stated_confidence(prediction.text)
             main = self.kinds[0]

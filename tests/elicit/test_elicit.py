@@ -102,6 +102,21 @@ def test_a_finished_run_is_only_read_and_other_kinds_reuse_its_responses(
     assert predicted.read_bytes() == before
 
 
+def test_a_run_that_was_killed_while_judging_ends_with_the_same_files(predicted: Path, tmp_path: Path) -> None:
+    """Left of it are the responses; the journal of the judgements has a torn line."""
+    for name in ("predictions.generations.jsonl", "predictions.generations.manifest.json"):
+        (tmp_path / name).write_bytes((predicted.parent / name).read_bytes())
+    judgements = sibling_path(predicted, "judgements")
+    part = tmp_path / "predictions.judgements.part.jsonl"
+    part.write_bytes(judgements.read_bytes()[:500])
+    manifest = judgements.with_name("predictions.judgements.manifest.json").read_bytes()
+    part.with_name("predictions.judgements.part.manifest.json").write_bytes(manifest)
+    out = tmp_path / "predictions.jsonl"
+    evaluate_kinds(engine(), sums(12), OPEN_KINDS, out=out, **SAMPLED)
+    assert out.read_bytes() == predicted.read_bytes()
+    assert sibling_path(out, "judgements").read_bytes() == judgements.read_bytes()
+
+
 def test_labels_take_all_four_kinds_on_the_answers_of_a_plain_evaluation() -> None:
     asked = choices(8)
     kinds: tuple[ConfidenceKind, ...] = ("label", "agreement", "ptrue")

@@ -264,6 +264,10 @@ def _print_calibrated(folder: Path, predictions: Path) -> None:
     if fitted.protocol is not None:
         say(f"{place} is for final answers: catto select --calibrator {place} applies it.")
         return
+    kind = read_manifest(predictions).notes.get("confidence_kinds", ["label"])[0]
+    if kind != (fitted.confidence_kind or "label"):
+        say(f"{place} is for the confidence kind {fitted.confidence_kind or 'label'} and was not applied.")
+        return
     out = predictions.with_name("calibrated.jsonl")
     answers, calibrated = apply_file(fitted, predictions, ColumnNames(), out)
     say(f"With the calibrator of {folder}:")

@@ -15,9 +15,8 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say, warn
-from catto.cli.display import Bar, progress
+from catto.cli.display import Bar, bars, progress
 from catto.cli.options import ADVANCED, OUTPUT
-from catto.cli.run import running
 
 if TYPE_CHECKING:
     from catto.integrations.lm_eval import HarnessAnswers, HarnessLog
@@ -35,7 +34,7 @@ def _show_task_folder(wanted: bool) -> None:
 
 
 def lm_eval(
-    arguments: Annotated[list[str], Argument(metavar="ARGS", help="Arguments of `lm_eval run`, after `--`.")],
+    arguments: Annotated[list[str], Argument(metavar="ARGS", help="Arguments of `lm_eval`, after `--`.")],
     out: Annotated[
         Path,
         Option(help="Folder for report.html and, unless ARGS have --output_path, the log.", rich_help_panel=OUTPUT),
@@ -67,7 +66,7 @@ def lm_eval(
     Examples:
     catto lm-eval -- --model hf --model_args pretrained=my-model --tasks mmlu
     catto lm-eval --out page --length-normalised -- --model hf --model_args pretrained=my-model --tasks hellaswag
-    lm_eval run --include_path "$(catto lm-eval --tasks-folder)" --tasks arc_challenge_ece --model hf
+    lm_eval --include_path "$(catto lm-eval --tasks-folder)" --tasks arc_challenge_ece --model hf
     """
     if find_spec("lm_eval") is None:
         refuse('catto lm-eval needs lm_eval: pip install "lm_eval[hf]"')
@@ -159,7 +158,7 @@ def _write_page(log: HarnessLog, out: Path) -> Path:
     from catto.integrations.lm_eval import list_page_rows
     from catto.report.build import build, results_of_files
 
-    with console.refusing(), running() as shown, tempfile.TemporaryDirectory() as folder:
+    with console.refusing(), bars() as shown, tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.jsonl"
         with answers.open("w", encoding="utf-8") as file:
             for row in list_page_rows(log):
