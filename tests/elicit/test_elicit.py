@@ -9,12 +9,12 @@ import pytest
 from open_world import choices, dense_probability, engine, sums
 
 from catto.answer.verbal import read_stated_confidence
+from catto.answer_columns import ParseCounts, read_graded
 from catto.calibrate import final_answers, fit_file
 from catto.elicit import choose_kind, evaluate_kinds, sibling_path, summarise_kinds
 from catto.engines.transformers import TransformersEngine
 from catto.formats.columns import ColumnNames
 from catto.io.record_files import read_manifest, read_records
-from catto.measure import ParseCounts, read_graded
 from catto.metrics.selection import gather_candidates, measure_rules
 from catto.predict import evaluate
 from catto.prompts import render_judgement

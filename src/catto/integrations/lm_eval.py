@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from catto.answer_columns import GradedAnswers, read_graded
 from catto.errors import DataError
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames
 from catto.formats.lm_eval import read_choice
-from catto.measure import GradedAnswers, read_graded
 from catto.metrics.errors import ece
 from catto.metrics.ranking import auroc
 
