@@ -28,8 +28,9 @@ from catto.pipeline.estimate import (
     stage_group,
     stage_resources,
 )
+from catto.pipeline.kinds.train import TrainSettings
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, TrainSettings, ordered
+from catto.pipeline.stage import Stage, list_needed
 from catto.recipe.load import load_recipe
 
 __all__ = ["KNOWN_NETWORKS", "Capacity", "Job", "Memory", "Network", "memory", "simulate"]
@@ -306,7 +307,7 @@ def show_memory(recipe_name: str) -> None:
     """Print the memory of the training whose step computes most tokens."""
     recipe = load_recipe(recipe_name)
     capacity = Capacity(recipe)
-    trainings = [stage.settings for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"]
+    trainings = [stage.settings for stage in list_needed([Graph(recipe).plan_report()]) if stage.kind == "train"]
     largest = max(trainings, key=lambda settings: capacity.batch(settings) * capacity.count_rows(settings))
     print(f"{largest.name}: GB on each GPU; shared: with prefix_sharing")
     for name, (plain, shared) in capacity.layouts(largest).items():
@@ -319,7 +320,7 @@ def show_schedule(recipe_name: str, gpus: Sequence[int], stated: Mapping[str, fl
     """Print how long the stages of a recipe take on each number of GPUs."""
     recipe = load_recipe(recipe_name)
     capacity = Capacity(recipe)
-    stages = {stage.key: stage for stage in ordered([Graph(recipe).report()])}
+    stages = {stage.key: stage for stage in list_needed([Graph(recipe).plan_report()])}
     durations = capacity.durations(stages.values(), [], stated)
     jobs = []
     for key, stage in stages.items():

@@ -33,7 +33,7 @@ from capacity import KNOWN_NETWORKS, Memory, Network, memory
 from catto.objectives import tiles
 from catto.training import forward
 from catto.training.batches import Row, lay_out_rows
-from catto.training.trainer import surrogate_term
+from catto.training.terms import surrogate_term
 from catto.training.trl_compat import TRL_EXTRAS
 
 BF16 = torch.bfloat16

@@ -29,7 +29,7 @@ from ray.cluster_utils import Cluster
 from catto.pipeline import ray as ray_runner
 from catto.pipeline import run as runner
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, ordered
+from catto.pipeline.stage import Stage, list_needed
 from catto.recipe.settings import Recipe
 
 CELLS, LIGHT = 8, 40
@@ -71,7 +71,7 @@ def seconds_on(workers: int, recipe: Recipe, goals: Sequence[Stage], root: Path)
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         began = time.perf_counter()
-        outcome = ray_runner.run(root, recipe, goals, Silent(), cluster.address)
+        outcome = ray_runner.run_on_ray(root, recipe, goals, Silent(), cluster.address)
         took = time.perf_counter() - began
     finally:
         cluster.shutdown()
@@ -81,13 +81,13 @@ def seconds_on(workers: int, recipe: Recipe, goals: Sequence[Stage], root: Path)
 
 def scaling(folder: Path, epochs: int) -> dict[str, float]:
     recipe = recipe_of(CELLS, epochs)
-    goals = [cell.predictions for cell in Graph(recipe).cells()]
+    goals = [cell.predictions for cell in Graph(recipe).list_cells()]
     heavy = {"train", "chosen", "generated", "predicted"}
     times = {}
     for workers in (1, 2):
         root = folder / str(workers)
-        shared = [stage for stage in ordered(goals) if stage.kind not in heavy]
-        assert not runner.run(root, shared, Silent()).failed
+        shared = [stage for stage in list_needed(goals) if stage.kind not in heavy]
+        assert not runner.run_goals(root, shared, Silent()).failed
         times[workers] = seconds_on(workers, recipe, goals, root)
         print(f"{CELLS} cells on {workers} worker{'s' * (workers > 1)}: {times[workers]:.1f} s", flush=True)
     return {"one_seconds": times[1], "two_seconds": times[2], "two_vs_one": times[2] / times[1]}
@@ -96,9 +96,9 @@ def scaling(folder: Path, epochs: int) -> dict[str, float]:
 def overhead(folder: Path) -> float:
     """Seconds that a light stage takes longer on Ray."""
     recipe = recipe_of(LIGHT, 1)
-    goals = [Graph(recipe).questions("witnesses", "test", seed) for seed in recipe.seeds]
+    goals = [Graph(recipe).plan_questions("witnesses", "test", seed) for seed in recipe.seeds]
     began = time.perf_counter()
-    assert not runner.run(folder / "here", goals, Silent()).failed
+    assert not runner.run_goals(folder / "here", goals, Silent()).failed
     here = (time.perf_counter() - began) / LIGHT
     one, all_of_them = (seconds_on(1, recipe, some, folder / str(len(some))) for some in (goals[:1], goals))
     return (all_of_them - one) / (LIGHT - 1) - here

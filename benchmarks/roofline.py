@@ -47,7 +47,7 @@ import step
 from catto.objectives import tiles, token_stats
 from catto.training.batches import Batch, Row, block_mask, lay_out_rows
 from catto.training.config import CATTOConfig
-from catto.training.trainer import surrogate_term
+from catto.training.terms import surrogate_term
 from catto.training.trl_compat import TRL_EXTRAS
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -10,7 +10,7 @@ import numpy as np
 from catto.methods import method_sort_key
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
-from catto.report.measuring import CellAnswers
+from catto.report.cell_answers import CellAnswers
 from catto.report.numbers import GroupNumbers, Training
 
 from .load import MeasuredStudy

@@ -11,11 +11,11 @@ from statistics import fmean
 
 import numpy as np
 
-from catto.measure import ParseCounts
+from catto.answer_columns import ParseCounts
 from catto.metrics.binning import reliability
 from catto.metrics.errors import ece
+from catto.report.cell_answers import CellAnswers
 from catto.report.drawing import Panel, reliability_figure, write_figure
-from catto.report.measuring import CellAnswers
 from catto.report.tables import task_title
 
 from .load import MeasuredStudy

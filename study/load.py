@@ -12,7 +12,8 @@ from catto.io.record_files import write_records
 from catto.methods import METHODS, WEIGHTS, strip_scaling
 from catto.records import Question
 from catto.report.build import read_experiment
-from catto.report.measuring import CellAnswers, measure_results
+from catto.report.cell_answers import CellAnswers
+from catto.report.measuring import measure_results
 from catto.report.numbers import Cell, Numbers, Results
 
 from .names import split_variant

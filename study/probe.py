@@ -35,8 +35,9 @@ from catto.engines import ScoredGeneration
 from catto.io.record_files import read_records, write_records
 from catto.io.text_files import read_json
 from catto.methods import METHODS
+from catto.pipeline.kinds.report import CellPlan
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import CellPlan, Stage, chosen, place
+from catto.pipeline.stage import Stage, resolve_choice, stage_dir
 from catto.prompts import prompt_ids, render_messages
 from catto.recipe.settings import Recipe
 from catto.records import Prediction, Question, SftRow
@@ -61,7 +62,7 @@ def main(root: Path, method: str) -> None:
     """Probe the model of a method on every task and seed of a run."""
     recipe = newest_recipe(root)
     graph = Graph(recipe)
-    cells = [cell for cell in graph.cells() if cell.place.method == method]
+    cells = [cell for cell in graph.list_cells() if cell.place.method == method]
     if not cells:
         raise SystemExit(f"{root}: its recipe has no method {method}")
     for cell in cells:
@@ -87,11 +88,11 @@ def newest_recipe(root: Path) -> Recipe:
 
 def read_inputs(root: Path, graph: Graph, cell: CellPlan) -> Inputs:
     """Read the files of one cell from the folders of its stages."""
-    held_out = place(root, cell.questions) / "test.jsonl"
-    answers = place(root, cell.predictions) / "predictions.jsonl"
-    generated = place(root, cell.predictions.needs["generated"]) / "generations.jsonl"
+    held_out = stage_dir(root, cell.questions) / "test.jsonl"
+    answers = stage_dir(root, cell.predictions) / "predictions.jsonl"
+    generated = stage_dir(root, cell.predictions.needs["generated"]) / "generations.jsonl"
     return Inputs(
-        model=place(root, chosen(root, cell.chosen)) / "model",
+        model=stage_dir(root, resolve_choice(root, cell.chosen)) / "model",
         stream=list(read_records(find_stream(root, graph, cell), SftRow)),
         questions={question.id: question for question in read_records(held_out, Question)},
         predictions=list(read_records(answers, Prediction)),
@@ -104,15 +105,15 @@ def find_stream(root: Path, graph: Graph, cell: CellPlan) -> Path:
     source, seed = cell.place.trained_on, cell.place.seed
     for name in graph.recipe.methods:
         if name in METHODS and METHODS[name].stream == "sampled":
-            rate = graph.rates(name)[0]
-            training = graph.trained(source, seed, name, graph.recipe.budgets[0], rate)
+            rate = graph.list_learning_rates(name)[0]
+            training = graph.plan_training(source, seed, name, graph.recipe.budgets[0], rate)
             return rows_of(root, training.needs["stream"])
     raise SystemExit(f"{root}: no method of its recipe has a stream to fit the probe on, as dpo+outcome has")
 
 
 def rows_of(root: Path, stream: Stage) -> Path:
     """Return the file of a stream: one row per question with votes, or rows without them."""
-    folder = place(root, stream)
+    folder = stage_dir(root, stream)
     with_votes = folder / "stream.jsonl"
     return with_votes if with_votes.exists() else folder / "outcome.jsonl"
 

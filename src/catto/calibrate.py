@@ -23,12 +23,12 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from catto.answer_columns import Confidences, GradedAnswers, read_confidences, read_graded
 from catto.errors import DataError, data_errors_at
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames, answer_of, logprobs_of, text_of
 from catto.io import atomic, record_files, text_files
 from catto.io.record_files import library_versions, manifest_path, read_manifest
-from catto.measure import Confidences, GradedAnswers, read_confidences, read_graded
 from catto.metrics.binning import Floats
 from catto.metrics.calibrators import (
     CALIBRATORS,

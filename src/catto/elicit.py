@@ -227,13 +227,13 @@ def read_ptrue(judgement: Prediction | Answer) -> float | None:
         return judgement.confidence
     if judgement.label_logprobs is None:
         return 0.0
-    return probability_of(judgement.label_logprobs[RIGHT])
+    return convert_logprob(judgement.label_logprobs[RIGHT])
 
 
-def probability_of(logprob: float) -> float:
+def convert_logprob(logprob: float) -> float:
     """Return the probability, at most 1 where the logarithm was rounded up.
 
-    >>> probability_of(1e-9)
+    >>> convert_logprob(1e-9)
     1.0
     """
     return min(1.0, math.exp(logprob))

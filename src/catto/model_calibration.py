@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from catto.answer_columns import GradedAnswers
 from catto.calibrate import (
     Fitted,
     Kind,
@@ -32,7 +33,6 @@ from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames
 from catto.io.atomic import write_text
 from catto.io.record_files import manifest_path, read_record, write_record
-from catto.measure import GradedAnswers
 from catto.metrics.alarm import ALARM_LIMIT
 from catto.metrics.binning import Floats
 from catto.records import Protocol, Unparsed

@@ -15,10 +15,10 @@ from tokenizer_kinds import byte_level, firsts, kinds, metaspace
 
 from catto.answer.confidence import close_token_ids
 from catto.answer.tokens import UnreadableLabelError, check_labels, encode_opening, find_label_token, locate_label
+from catto.answer_columns import GradedAnswers, read_graded
 from catto.engines import Generation
 from catto.engines.transformers import TransformersEngine
 from catto.io.record_files import read_manifest
-from catto.measure import GradedAnswers, read_graded
 from catto.predict import evaluate
 from catto.prompts import prompt_ids, render_completion, render_messages
 from catto.records import Option, Prediction, Question

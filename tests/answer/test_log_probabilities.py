@@ -15,12 +15,12 @@ from predictions import prediction
 from server_cases import engine, refused, request
 from test_logs import completion, lm_eval, sample
 
+from catto.answer_columns import read_graded
 from catto.calibrate import fit_file
 from catto.engines import Generation
 from catto.errors import DataError
 from catto.formats.columns import ColumnNames
 from catto.io.record_files import read_records
-from catto.measure import read_graded
 from catto.predict import evaluate
 from catto.records import Prediction
 

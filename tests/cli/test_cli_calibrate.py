@@ -13,10 +13,10 @@ from command import run, write_lines
 from scipy.special import log_softmax
 
 from catto import calibrate as recalibration
+from catto.answer_columns import read_confidences, read_graded
 from catto.calibrate import Fitted, read_labels
 from catto.formats.columns import ColumnNames
 from catto.io.record_files import manifest_path, write_record
-from catto.measure import read_confidences, read_graded
 from catto.metrics.calibrators import CALIBRATORS, Temperature, VectorScaling, read_calibrator
 from catto.metrics.errors import brier, ece, nll
 

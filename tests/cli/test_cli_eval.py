@@ -73,7 +73,7 @@ def test_vllm_is_given_the_batch_size(tmp_path: Path, monkeypatch: pytest.Monkey
         sizes.append(options["batch_size"])
         raise ValueError("there is no GPU")
 
-    monkeypatch.setattr("catto.cli.evaluate.needs", lambda *_: None)
+    monkeypatch.setattr("catto.cli.evaluate.require_package", lambda *_: None)
     monkeypatch.setattr("catto.cli.evaluate.open_engine", opened)
     model = tmp_path / "model"
     model.mkdir()

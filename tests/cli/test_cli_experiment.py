@@ -16,12 +16,12 @@ import pytest
 from command import run, write_lines
 from experiment_world import ENVIRONMENT, write_recipe
 
-from catto.cli.display import Bar, RunDisplay, bars, duration, progress
+from catto.cli.display import Bar, RunDisplay, format_duration, show_bars, show_progress
 from catto.methods import METHODS
 from catto.pipeline.attempts import Attempt
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, StageSettings, content, ordered
-from catto.recipe.load import load_recipe, shipped
+from catto.pipeline.stage import Stage, StageSettings, digest_inputs, list_needed
+from catto.recipe.load import find_shipped_recipes, load_recipe
 
 Capture = pytest.CaptureFixture[str]
 COMMANDS = ["", "data", "teach", "train", "plan", "run", "stage", "recipe", "recipe list", "recipe show", "recipe copy"]
@@ -94,8 +94,8 @@ def test_plan_and_teach_need_no_torch_and_run_says_that_it_does(tmp_path: Path) 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path, capsys: Capture) -> None:
     listed = run(capsys, "recipe", "list").out.splitlines()
-    assert [line.split()[0] for line in listed] == list(shipped())
-    text = shipped()["quickstart"].read_text(encoding="utf-8")
+    assert [line.split()[0] for line in listed] == list(find_shipped_recipes())
+    text = find_shipped_recipes()["quickstart"].read_text(encoding="utf-8")
     assert run(capsys, "recipe", "show", "quickstart").out == text
     copied = run(capsys, "recipe", "copy", "quickstart", tmp_path / "mine.yaml")
     assert copied.code == 0
@@ -207,8 +207,8 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
 
 def test_a_begun_stage_is_planned_as_begun(tmp_path: Path, capsys: Capture) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "out"
-    goal = Graph(load_recipe(str(recipe))).questions("witnesses")
-    with Attempt(out, goal, content(out, goal)):
+    goal = Graph(load_recipe(str(recipe))).plan_questions("witnesses")
+    with Attempt(out, goal, digest_inputs(out, goal)):
         pass
     stages = run(capsys, "plan", recipe, "--out", out, "--json").json
     assert [stage["name"] for stage in stages if stage["standing"] == "begun"] == ["questions witnesses"]
@@ -310,17 +310,17 @@ def test_the_shell_completes_commands_recipes_methods_and_tasks(words: str, offe
     ],
 )
 def test_lengths_of_time_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def stages(tmp_path: Path) -> tuple[Stage, ...]:
-    return tuple(ordered([Graph(load_recipe(str(write_recipe(tmp_path)))).responses("witnesses")]))
+    return tuple(list_needed([Graph(load_recipe(str(write_recipe(tmp_path)))).plan_responses("witnesses")]))
 
 
 def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
     """Events at 0, 1, ..., 25 s after the start: told at 10 and 20, which are 16 and 6 s before the end."""
     now, stream, (questions, teacher) = [100.0], io.StringIO(), stages(tmp_path)
-    with bars(stream, clock=lambda: now[0]) as shown:
+    with show_bars(stream, clock=lambda: now[0]) as shown:
         lines = RunDisplay(shown, tmp_path, [teacher])
         lines.started(questions, 1, 2)
         for second in range(26):
@@ -338,7 +338,7 @@ def test_progress_is_told_at_most_every_ten_seconds(tmp_path: Path) -> None:
 def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
     """An hour of events every second. Lines at 10, 20, ..., 200 s, then each a twentieth later than the last."""
     now, stream, (questions, teacher) = [0.0], io.StringIO(), stages(tmp_path)
-    with bars(stream, clock=lambda: now[0]) as shown:
+    with show_bars(stream, clock=lambda: now[0]) as shown:
         lines = RunDisplay(shown, tmp_path, [teacher])
         lines.started(questions, 1, 2)
         for second in range(3601):
@@ -355,7 +355,7 @@ def test_a_long_stage_is_told_of_more_and_more_rarely(tmp_path: Path) -> None:
 def test_a_resumed_stage_is_paced_from_where_it_resumed() -> None:
     """80 of 100 exist already; then 5 every 20 s: after 90, 10 more take 40 s."""
     now, stream = [5.0], io.StringIO()
-    with bars(stream, clock=lambda: now[0]) as shown:
+    with show_bars(stream, clock=lambda: now[0]) as shown:
         bar = Bar(shown, "answering")
         for now[0], finished in ((5.0, 80), (25.0, 85), (45.0, 90), (85.0, 100)):
             bar.update(finished, 100, "loss 1")
@@ -375,7 +375,7 @@ def test_a_terminal_shows_bars_and_keeps_failures(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     now, stream, (questions, teacher) = [0.0], Terminal(), stages(tmp_path)
-    with bars(stream, clock=lambda: now[0]) as shown:
+    with show_bars(stream, clock=lambda: now[0]) as shown:
         display = RunDisplay(shown, tmp_path, [teacher])
         display.started(questions, 1, 2)
         for now[0], finished in ((1.0, 10), (2.0, 20), (3.0, 30)):
@@ -389,7 +389,7 @@ def test_a_terminal_shows_bars_and_keeps_failures(tmp_path: Path, monkeypatch: p
 
 
 def test_short_commands_print_nothing_without_a_terminal(capsys: Capture) -> None:
-    with progress("measuring", 3) as tick:
+    with show_progress("measuring", 3) as tick:
         for _ in range(3):
             tick()
     assert capsys.readouterr() == ("", "")
@@ -398,11 +398,11 @@ def test_short_commands_print_nothing_without_a_terminal(capsys: Capture) -> Non
 def trainings(method: str, count: int) -> list[Stage]:
     """Trainings of one method without what they need, so that nothing else is missing."""
     graph = Graph(load_recipe("quickstart"))
-    return [replace(graph.trained("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
+    return [replace(graph.plan_training("witnesses", n, method, "matched", 1e-3), needs={}) for n in range(count)]
 
 
 def displayed(tmp_path: Path, goals: list[Stage], now: list[float]) -> RunDisplay:
-    with bars(io.StringIO(), clock=lambda: now[0]) as shown:
+    with show_bars(io.StringIO(), clock=lambda: now[0]) as shown:
         return RunDisplay(shown, tmp_path, goals)
 
 
@@ -432,9 +432,9 @@ def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> N
     display = displayed(tmp_path, [*dpo, *bce, *catto, *rcft], [0.0])
     display.ended(dpo[0], "done", 60.0)
     display.ended(bce[0], "done", 20.0)
-    assert display.left() == f"more than {duration(100.0)} left"
+    assert display.left() == f"more than {format_duration(100.0)} left"
     display.ended(rcft[0], "done", 500.0)
-    assert display.left() == f"about {duration(100.0)} left"
+    assert display.left() == f"about {format_duration(100.0)} left"
 
 
 def test_an_unseen_kind_makes_it_more_than(tmp_path: Path) -> None:

@@ -19,11 +19,14 @@ import pytest
 from command import run, write_lines
 from measure_rows import CONFIDENCE, CORRECT, plain
 
-from catto.measure import HEADLINE, MeasureSettings, read_graded, summarise, verdict
+from catto.answer_columns import read_graded
+from catto.measure import HEADLINE, MeasureSettings, describe_verdict, summarise_answers
 from catto.metrics.catalogue import METRICS
+from catto.metrics.comparisons import compare
 from catto.metrics.errors import brier_split, ece
+from catto.metrics.resampling import Answers
 from catto.metrics.risk import threshold_for_risk
-from catto.metrics.statistics import Answers, bootstrap, compare, null_band
+from catto.metrics.statistics import bootstrap, null_band
 from catto.records import Prediction
 
 Capture = pytest.CaptureFixture[str]
@@ -184,7 +187,7 @@ def test_verdict_tells_direction_and_chance(tmp_path: Path, capsys: Capture) -> 
 
 def sentence(tmp_path: Path, confidence: list[float], correct: list[bool]) -> str:
     table = read_graded(write_lines(tmp_path / "v.jsonl", plain(confidence, correct)))
-    return str(verdict(summarise(table, MeasureSettings(metrics=("ece",), resamples=200))))
+    return str(describe_verdict(summarise_answers(table, MeasureSettings(metrics=("ece",), resamples=200))))
 
 
 def test_verdict_within_below_under_and_mixed(tmp_path: Path) -> None:
@@ -271,7 +274,7 @@ def test_unexpected_errors_keep_their_traceback(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", plain()[:3])
     code = (
         "def broken(*a, **k): raise ValueError('a defect')\n"
-        "import catto.measure as m\nm.statistics.bootstrap_table = broken\n"
+        "import catto.measure as m\nm.bootstrap_table = broken\n"
         f"from catto.cli import main\nmain(['measure', {str(path)!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -8,9 +8,9 @@ import pytest
 from command import Done, run, write_lines
 from measure_rows import plain
 
+from catto.answer_columns import read_graded
 from catto.errors import DataError
 from catto.formats.columns import ColumnNames
-from catto.measure import read_graded
 
 Capture = pytest.CaptureFixture[str]
 

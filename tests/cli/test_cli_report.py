@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from command import run, write_lines
 
+from catto.answer_columns import read_graded
 from catto.formats.columns import ColumnNames
-from catto.measure import read_graded, summarise
+from catto.measure import summarise_answers
 
 Capture = pytest.CaptureFixture[str]
 
@@ -36,7 +37,7 @@ def test_the_page_of_tables_has_the_numbers_of_measure(tmp_path: Path, capsys: C
     cells = json.loads((out / "numbers.json").read_text(encoding="utf-8"))["cells"]
     assert [cell["method"] for cell in cells] == ["model-1", "second"]
     for cell, path in zip(cells, paths, strict=True):
-        whole = summarise(read_graded(path, names))
+        whole = summarise_answers(read_graded(path, names))
         assert (cell["n"], cell["metrics"]["accuracy"]["value"]) == (60, whole.accuracy)
         assert cell["metrics"]["ece"]["value"] == pytest.approx(whole.metrics["ece"].interval.value, abs=1e-12)
     page = (out / "report.html").read_text(encoding="utf-8")

@@ -14,8 +14,8 @@ from command import run as command
 from experiment_world import RECIPE, write_recipe
 from openai_server import OpenAIServer, Reply, Seen, chat, error, ok
 
-from catto.pipeline.plan import Graph, freeze
-from catto.pipeline.stage import Stage, ordered
+from catto.pipeline.plan import Graph, store_recipe
+from catto.pipeline.stage import Stage, list_needed
 from catto.recipe.load import load_recipe
 from catto.recipe.settings import Recipe, TeacherSettings
 from catto.redaction import redact
@@ -52,11 +52,11 @@ def everything(folder: Path) -> str:
 
 
 def keys(recipe: Recipe) -> list[str]:
-    return [stage.key for stage in ordered([Graph(recipe).report()])]
+    return [stage.key for stage in list_needed([Graph(recipe).plan_report()])]
 
 
 def responses_of(recipe: Path) -> Stage:
-    return Graph(load_recipe(str(recipe))).responses("witnesses")
+    return Graph(load_recipe(str(recipe))).plan_responses("witnesses")
 
 
 def test_a_secret_is_sent_and_in_no_file_of_the_run(
@@ -117,7 +117,7 @@ def test_a_single_stage_takes_the_secret_from_the_environment(
         folder = tmp_path / str(number)
         folder.mkdir()
         recipe, out = recipe_with(folder, server.url, {"auth": {"value": value}}), folder / "out"
-        freeze(out, load_recipe(str(recipe)))
+        store_recipe(out, load_recipe(str(recipe)))
         wanted = responses_of(recipe)
         for stage in wanted.needs.values():
             assert command(capsys, "stage", out, stage.key).code == 0

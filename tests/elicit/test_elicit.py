@@ -9,12 +9,12 @@ import pytest
 from open_world import choices, dense_probability, engine, sums
 
 from catto.answer.verbal import read_stated_confidence
+from catto.answer_columns import ParseCounts, read_graded
 from catto.calibrate import final_answers, fit_file
 from catto.elicit import choose_kind, evaluate_kinds, sibling_path, summarise_kinds
 from catto.engines.transformers import TransformersEngine
 from catto.formats.columns import ColumnNames
 from catto.io.record_files import read_manifest, read_records
-from catto.measure import read_graded
 from catto.metrics.selection import gather_candidates, measure_rules
 from catto.predict import evaluate
 from catto.prompts import render_judgement
@@ -102,6 +102,21 @@ def test_a_finished_run_is_only_read_and_other_kinds_reuse_its_responses(
     assert predicted.read_bytes() == before
 
 
+def test_a_run_that_was_killed_while_judging_ends_with_the_same_files(predicted: Path, tmp_path: Path) -> None:
+    """Left of it are the responses; the journal of the judgements has a torn line."""
+    for name in ("predictions.generations.jsonl", "predictions.generations.manifest.json"):
+        (tmp_path / name).write_bytes((predicted.parent / name).read_bytes())
+    judgements = sibling_path(predicted, "judgements")
+    part = tmp_path / "predictions.judgements.part.jsonl"
+    part.write_bytes(judgements.read_bytes()[:500])
+    manifest = judgements.with_name("predictions.judgements.manifest.json").read_bytes()
+    part.with_name("predictions.judgements.part.manifest.json").write_bytes(manifest)
+    out = tmp_path / "predictions.jsonl"
+    evaluate_kinds(engine(), sums(12), OPEN_KINDS, out=out, **SAMPLED)
+    assert out.read_bytes() == predicted.read_bytes()
+    assert sibling_path(out, "judgements").read_bytes() == judgements.read_bytes()
+
+
 def test_labels_take_all_four_kinds_on_the_answers_of_a_plain_evaluation() -> None:
     asked = choices(8)
     kinds: tuple[ConfidenceKind, ...] = ("label", "agreement", "ptrue")
@@ -167,6 +182,14 @@ def test_a_summary_of_kinds_is_that_of_the_metrics() -> None:
     assert verbal.brier == pytest.approx((1.0 + 0.25) / 2)
     with pytest.raises(ValueError, match="confidence kind agreement: question a sample 0 has ptrue, verbal"):
         choose_kind([right, wrong], "agreement")
+
+
+def test_many_missing_answers_are_said_before_any_number() -> None:
+    counts = ParseCounts.of(["plain"] * 3 + ["none"] * 17)
+    assert counts.forced
+    warning = "17 of 20 responses have no answer: the numbers below describe missing answers, not the model."
+    assert counts.warning == warning
+    assert "no answer 85.0 %" in counts.describe()
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from command import run, write_lines
 
+from catto.answer_columns import ParseCounts, read_graded
 from catto.errors import DataError
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames
-from catto.measure import ParseCounts, read_graded
 
 Capture = pytest.CaptureFixture[str]
 

@@ -33,8 +33,8 @@ from inspect_ai.model import (
 from inspect_ai.scorer import SampleScore, Score
 from inspect_ai.solver import multiple_choice
 
+from catto.answer_columns import read_graded
 from catto.integrations.inspect_ai import choice_with_confidence, report_auroc, report_brier, report_ece
-from catto.measure import read_graded
 from catto.metrics.errors import brier, ece
 from catto.metrics.ranking import auroc
 

@@ -19,7 +19,7 @@ from catto.formats.columns import ColumnNames
 from catto.formats.lm_eval import read_lm_eval
 from catto.integrations import lm_eval as plugin
 from catto.metrics.errors import ece
-from catto.report.build import build, results_of_files
+from catto.report.build import build_report, results_of_files
 
 DATE = "2026-01-02T03-04-05.678901"
 TASKS = ("arc_challenge", "commonsense_qa", "hellaswag", "openbookqa", "piqa")
@@ -124,7 +124,7 @@ def test_the_page_has_groups_as_tasks(tmp_path: Path) -> None:
     }
     out = tmp_path / "page"
     results = results_of_files({harness.model: write_lines(tmp_path / "rows.jsonl", rows)}, ColumnNames(), out)
-    assert build(results, out, out).exists()
+    assert build_report(results, out, out).exists()
     numbers = json.loads((out / "numbers.json").read_text(encoding="utf-8"))
     accuracy = {cell["task"]: cell["metrics"]["accuracy"]["value"] for cell in numbers["cells"]}
     assert accuracy == {"mmlu": 5 / 6, "piqa": 0.0}

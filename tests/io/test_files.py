@@ -28,7 +28,7 @@ from catto.io.atomic import (
 from catto.io.record_files import manifest_path, write_records
 from catto.io.text_files import MAX_LINE_BYTES
 from catto.pipeline.attempts import Attempt
-from catto.pipeline.stage import Stage, StageSettings, content, done
+from catto.pipeline.stage import Stage, StageSettings, digest_inputs, is_done
 from catto.records import Manifest, Message
 
 
@@ -143,12 +143,12 @@ def test_all_of_a_built_folder_is_on_the_disk_before_its_rename(tmp_path: Path, 
 def test_a_finished_stage_is_sealed_before_its_rename_which_is_on_the_disk(tmp_path: Path, calls: list[str]) -> None:
     """done.json whole, then the stage's folder renamed: a kill or a power cut between the two leaves it unfinished."""
     stage = Stage("questions", "questions a", StageSettings())
-    with Attempt(tmp_path, stage, content(tmp_path, stage)) as attempt:
+    with Attempt(tmp_path, stage, digest_inputs(tmp_path, stage)) as attempt:
         calls.clear()
         attempt.publish({})
     # done.json; the stage.
     assert calls == ["file", "rename", "folder", "rename", "folder"]
-    assert done(tmp_path, stage)
+    assert is_done(tmp_path, stage)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])

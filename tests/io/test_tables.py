@@ -10,11 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from catto import measure
+from catto import answer_columns
+from catto.answer_columns import GradedAnswers, read_confidences
 from catto.errors import DataError
 from catto.formats.columns import ColumnNames
 from catto.io import tables
-from catto.measure import GradedAnswers, read_confidences
 
 ALWAYS, NEVER = 0, 1 << 60
 NUMBERS = st.sampled_from(
@@ -167,7 +167,7 @@ def test_a_plain_table_is_read_at_once(
         raise AssertionError("read row by row")
 
     (tmp_path / name).write_text(content)
-    monkeypatch.setattr(measure, "read_answers", refused)
+    monkeypatch.setattr(answer_columns, "read_answers", refused)
     found = outcome(tmp_path / name, ColumnNames(), ALWAYS, monkeypatch)
     assert found[:2] == ([0.25, 1.0], [True, False])
     assert found[2] == (["7", "8"] if name == "a.jsonl" else None)

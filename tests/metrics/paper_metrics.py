@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import bin_edges, bin_index, checked, group_rows, reliability
+from catto.metrics.binning import bin_edges, bin_index, check_columns, group_rows, reliability
 
 
 def weighted_ece(confidence: ArrayLike, correct: ArrayLike, importance: ArrayLike, *, bins: int = 20) -> float:
@@ -15,7 +15,7 @@ def weighted_ece(confidence: ArrayLike, correct: ArrayLike, importance: ArrayLik
 
     importance: (N,), the value w(confidence) >= 0 of each row.
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     index = bin_index(c, bin_edges(c, bins))
     importance_of_bin = np.bincount(index, weights=np.asarray(importance, dtype=np.float64), minlength=bins)
     gap = np.abs(reliability(c, z, bins).gap)
@@ -27,7 +27,7 @@ def true_class_ece(confidence: ArrayLike, correct: ArrayLike, gold: ArrayLike, *
 
     Confidence is that of the predicted label. gold: (N,) labels of any kind.
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     labels = np.asarray(gold)
     total = 0.0
     for label in np.unique(labels):
@@ -56,7 +56,7 @@ def split_l1_by_confidence(confidence: ArrayLike, correct: ArrayLike) -> L1Split
 
 def split_l1_by_bin(confidence: ArrayLike, correct: ArrayLike, *, bins: int = 20) -> L1Split:
     """Split the L1 risk over bins: `ECE + sum_m (n_m / N) 2 [min(acc_m, conf_m) - mean_m(z c)]`, exact."""
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     sums = reliability(c, z, bins)
     gap = np.abs(sums.correct_sum - sums.confidence_sum).sum()
     overlap = np.minimum(sums.correct_sum, sums.confidence_sum).sum() - c[z].sum()

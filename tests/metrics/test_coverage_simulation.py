@@ -9,7 +9,8 @@ import pytest
 from scipy.stats import binom
 
 from catto.metrics.errors import accuracy, brier, debiased_ece, ece, nll
-from catto.metrics.statistics import Answers, bootstrap_table, null_band
+from catto.metrics.resampling import Answers
+from catto.metrics.statistics import bootstrap_table, null_band
 
 pytestmark = pytest.mark.slow
 

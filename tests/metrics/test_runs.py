@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
+from catto.metrics.comparisons import compare, compare_table
 from catto.metrics.errors import accuracy, brier, confidence_gap, ece
+from catto.metrics.intervals import Comparison
 from catto.metrics.ranking import auroc
-from catto.metrics.statistics import (
-    Answers,
-    Comparison,
-    bootstrap,
-    bootstrap_table,
-    compare,
-    compare_table,
-    null_band,
-    null_table,
-)
+from catto.metrics.resampling import Answers
+from catto.metrics.statistics import bootstrap, bootstrap_table, null_band, null_table
 
 METRIC = {"accuracy": accuracy, "ece": ece, "brier": brier, "auroc": auroc, "gap": confidence_gap}
 

@@ -12,19 +12,11 @@ from scipy.stats import bootstrap as scipy_bootstrap
 from scipy.stats import chisquare
 
 from catto.metrics.catalogue import METRICS
+from catto.metrics.comparisons import compare, compare_table
 from catto.metrics.errors import accuracy, brier, ece, mean_confidence
 from catto.metrics.ranking import auroc
-from catto.metrics.statistics import (
-    Answers,
-    bootstrap,
-    bootstrap_table,
-    compare,
-    compare_table,
-    null_band,
-    null_table,
-    question_counts,
-    summarise_seeds,
-)
+from catto.metrics.resampling import Answers, draw_question_counts
+from catto.metrics.statistics import bootstrap, bootstrap_table, null_band, null_table, summarise_seeds
 
 
 def data(rows: int = 200, seed: int = 0) -> tuple[Any, Any]:
@@ -89,8 +81,8 @@ def test_grouped_jackknife_is_close_to_the_full_one(monkeypatch: pytest.MonkeyPa
 
 def test_draws_are_uniform_over_rows_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 7 rows over 50: counts of 4,000 resamples pass a chi-square test, and their variance is multinomial."""
-    monkeypatch.setattr("catto.metrics.statistics.BLOCK", 7)
-    counts = np.concatenate(list(question_counts(50, 4000, np.random.default_rng(0)))).astype(np.int64)
+    monkeypatch.setattr("catto.metrics.resampling.BLOCK", 7)
+    counts = np.concatenate(list(draw_question_counts(50, 4000, np.random.default_rng(0)))).astype(np.int64)
     assert (counts.sum(axis=1) == 50).all()
     assert chisquare(counts.sum(axis=0)).pvalue > 1e-3
     assert counts.var(axis=0).mean() == pytest.approx(50 * (1 / 50) * (49 / 50), rel=0.02)

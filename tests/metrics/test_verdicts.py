@@ -14,24 +14,18 @@ from measure_rows import plain
 from scipy.stats import binom
 from typer.testing import CliRunner
 
+from catto.answer_columns import ParseCounts
 from catto.cli.select import select as select_command
 from catto.io.record_files import write_records
-from catto.measure import ParseCounts
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS, Versus, correct_p_values, holm
+from catto.metrics.comparisons import compare
 from catto.metrics.errors import confidence_gap, debiased_ece, ece
+from catto.metrics.intervals import OUTSIDE, Comparison, Interval, drop_invalid_interval
 from catto.metrics.ranking import auroc_within
+from catto.metrics.resampling import Answers
 from catto.metrics.selection import gather_candidates, within_questions
-from catto.metrics.statistics import (
-    OUTSIDE,
-    Answers,
-    Comparison,
-    Interval,
-    bootstrap,
-    compare,
-    drop_invalid_interval,
-    null_band,
-)
+from catto.metrics.statistics import bootstrap, null_band
 from catto.records import Prediction
 from catto.report.drawing import Panel
 

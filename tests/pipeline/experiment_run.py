@@ -11,7 +11,7 @@ from pathlib import Path
 
 from catto.cli.run import QUIET
 from catto.pipeline.plan import Graph
-from catto.pipeline.run import run as run_stages
+from catto.pipeline.run import run_goals as run_stages
 from catto.pipeline.stage import Stage
 from catto.recipe.load import load_recipe
 
@@ -47,7 +47,7 @@ def fill_disk(calls: int) -> None:
 
 def import_stages() -> None:
     """Import what the stages import when they begin: in every process that is forked later, it is there."""
-    modules = [f"catto.pipeline.{name}" for name in ("kinds.steps", "kinds.train", "results")]
+    modules = [f"catto.pipeline.{name}" for name in ("kinds.table", "training_job")]
     for module in (*modules, "catto.engines.transformers", "catto.report.build", "scipy.stats"):
         importlib.import_module(module)
 
@@ -58,5 +58,5 @@ def run(recipe_file: Path, root: Path, full_from: int | None = None) -> None:
     if full_from is not None:
         fill_disk(full_from)
     recipe = load_recipe(str(recipe_file))
-    if run_stages(root, [Graph(recipe).report()], Events()).failed:
+    if run_stages(root, [Graph(recipe).plan_report()], Events()).failed:
         sys.exit(1)

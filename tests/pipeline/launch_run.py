@@ -7,4 +7,4 @@ import sys
 from catto.pipeline import launch
 
 for file in sys.argv[1:]:
-    launch.main(file)
+    launch.run_process(file)

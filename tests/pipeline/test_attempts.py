@@ -16,7 +16,7 @@ from forked import Forked
 from catto.errors import DataError
 from catto.pipeline import stage as stages
 from catto.pipeline.attempts import Attempt, LostError, attempt_folders, is_abandoned, lock_run
-from catto.pipeline.stage import Stage, StageSettings, place
+from catto.pipeline.stage import Stage, StageSettings, stage_dir
 
 pytestmark = pytest.mark.slow
 
@@ -26,19 +26,19 @@ JOURNAL = "generations.part.jsonl"
 
 
 def begin(root: Path, inputs: str = "") -> Attempt:
-    return Attempt(root, STAGE, inputs or stages.content(root, STAGE))
+    return Attempt(root, STAGE, inputs or stages.digest_inputs(root, STAGE))
 
 
 def write_result(attempt: Attempt, author: str) -> None:
     for name in NAMES:
-        stages.write(attempt.out / name, author)
+        stages.write_json(attempt.out / name, author)
 
 
 def read_author(root: Path) -> str:
     """Check that there is one whole result and nothing else; return its author."""
-    final = place(root, STAGE)
-    assert stages.done(root, STAGE)
-    stages.check(final, contents=True)
+    final = stage_dir(root, STAGE)
+    assert stages.is_done(root, STAGE)
+    stages.check_stage(final, contents=True)
     (author,) = {json.loads((final / name).read_text()) for name in NAMES}
     assert [path.name for path in (root / "stages").iterdir()] == [STAGE.folder]
     return str(author)
@@ -58,10 +58,10 @@ def test_a_result_of_other_inputs_is_replaced(tmp_path: Path) -> None:
     with begin(tmp_path) as attempt:
         write_result(attempt, "stale")
         attempt.publish({})
-    path = place(tmp_path, STAGE) / stages.DONE
+    path = stage_dir(tmp_path, STAGE) / stages.DONE
     record = json.loads(path.read_text()) | {"content": "0" * 16}
     record.pop("checksum")
-    stages.write(path, {**record, "checksum": stages.content_hash(record)})
+    stages.write_json(path, {**record, "checksum": stages.content_hash(record)})
     with begin(tmp_path) as attempt:
         write_result(attempt, "new")
         attempt.publish({})
@@ -108,7 +108,7 @@ def test_an_attempt_whose_folder_was_deleted_does_not_publish_what_it_wrote_sinc
             attempt.publish({})
         with pytest.raises(LostError):
             attempt.report_progress(1, 2, "")
-    assert not place(tmp_path, STAGE).exists()
+    assert not stage_dir(tmp_path, STAGE).exists()
 
 
 def work_forever(root: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from catto.pipeline import plan as module
-from catto.pipeline.kinds.steps import questions_of
-from catto.pipeline.plan import Graph, contents
-from catto.pipeline.stage import ordered
+from catto.pipeline.kinds.questions import load_split
+from catto.pipeline.plan import Graph, hash_contents
+from catto.pipeline.stage import list_needed
 from catto.recipe.load import load_recipe
 
 METHODS = ["sft", "dpo", "dpo+catto"]
@@ -50,7 +50,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def folders() -> dict[str, str]:
     """Stage -> its folder, as a run started now would have them."""
-    return {stage.name: stage.folder for stage in ordered([Graph(load_recipe("recipe.yaml")).report()])}
+    return {stage.name: stage.folder for stage in list_needed([Graph(load_recipe("recipe.yaml")).plan_report()])}
 
 
 def rerun(before: dict[str, str]) -> set[str]:
@@ -111,9 +111,9 @@ def test_what_is_not_there_yet_is_no_error_in_a_plan(world: Path) -> None:
 
 def test_a_task_that_nobody_knows_is_told_by_the_stage_that_reads_it(world: Path) -> None:
     recipe = load_recipe("recipe.yaml", ["tasks.snly={}"])
-    assert ordered([Graph(recipe).report()])
+    assert list_needed([Graph(recipe).plan_report()])
     with pytest.raises(ValueError, match=r"tasks\.snly: neither one of .*witnesses.* nor given a path"):
-        questions_of(Graph(recipe).questions("snly").settings)
+        load_split(Graph(recipe).plan_questions("snly").settings)
 
 
 def test_large_files_are_sampled_from_the_first_byte_to_the_last(
@@ -125,9 +125,9 @@ def test_large_files_are_sampled_from_the_first_byte_to_the_last(
 
     def changed_at(place: int) -> bool:
         path.write_bytes(bytes(1000))
-        before = contents(str(path))
+        before = hash_contents(str(path))
         path.write_bytes(bytes(place) + b"1" + bytes(999 - place))
-        return contents(str(path)) != before
+        return hash_contents(str(path)) != before
 
     # Pieces begin at 0, 330, 660 and 990.
     seen = [place for place in range(0, 1000, 5) if changed_at(place)]
@@ -136,5 +136,5 @@ def test_large_files_are_sampled_from_the_first_byte_to_the_last(
 
 
 def test_a_name_on_the_hub_has_no_contents_here() -> None:
-    assert contents("some/model") is None
-    assert contents(None) is None
+    assert hash_contents("some/model") is None
+    assert hash_contents(None) is None

@@ -303,8 +303,10 @@ def again(recipe: Path, root: Path) -> dict[str, str]:
             ends[stage.name] = outcome
 
     read = load_recipe(str(recipe))
-    goals = [goal for cell in Graph(read).cells() for goal in (cell.predictions, cell.candidates) if goal is not None]
-    assert not runner.run(root, goals, Ends()).failed
+    goals = [
+        goal for cell in Graph(read).list_cells() for goal in (cell.predictions, cell.candidates) if goal is not None
+    ]
+    assert not runner.run_goals(root, goals, Ends()).failed
     return ends
 
 
@@ -336,7 +338,9 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
     assert again(recipe, root) == {}
     parser(VERSION + 1)
     with monkeypatch.context() as patched:  # the labels are where they were, so no model is loaded to score them
-        patched.setattr("catto.pipeline.kinds.steps.open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+        patched.setattr(
+            "catto.pipeline.kinds.generating.open_engine", lambda *_, **__: pytest.fail("a model was loaded")
+        )
         second = again(recipe, root)
     kinds = {name: name.split()[0] for name in second}
     assert "responses" not in kinds.values()  # their keys are the same
@@ -360,17 +364,17 @@ def test_another_parser_reads_again_and_nothing_is_asked_trained_or_generated(
 
 def test_generations_without_scores_are_scored_by_the_model(finished: Finished, tmp_path: Path) -> None:
     """Those of an earlier version; of some the scores are there."""
+    from catto.pipeline.kinds.reading import run_reading
     from catto.pipeline.plan import Graph
-    from catto.pipeline.results import run_predicted
-    from catto.pipeline.stage import Work, ordered, place
+    from catto.pipeline.stage import Work, list_needed, stage_dir
     from catto.recipe.load import load_recipe
 
     root = tmp_path / "run"
     shutil.copytree(finished.root, root)
-    stages = ordered([Graph(load_recipe(str(finished.recipe))).report()])
+    stages = list_needed([Graph(load_recipe(str(finished.recipe))).plan_report()])
     stage = next(stage for stage in stages if stage.name.startswith("test dpo "))
-    expected = list(read_records(place(root, stage) / "predictions.jsonl", Prediction))
-    path = place(root, stage.needs["generated"]) / "generations.jsonl"
+    expected = list(read_records(stage_dir(root, stage) / "predictions.jsonl", Prediction))
+    path = stage_dir(root, stage.needs["generated"]) / "generations.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**row, "labels": []} if n % 2 else row) + "\n" for n, row in enumerate(rows)))
     manifest = manifest_path(path)
@@ -379,7 +383,7 @@ def test_generations_without_scores_are_scored_by_the_model(finished: Finished, 
     manifest.write_text(json.dumps(known))
     work: Work = Work(stage, root, tmp_path / "out", lambda *_: None)
     work.out.mkdir()
-    run_predicted(work)
+    run_reading(work)
     predictions = list(read_records(work.out / "predictions.jsonl", Prediction))
     for number, (mine, stored) in enumerate(zip(predictions, expected, strict=True)):
         assert (mine == stored) or number % 2
@@ -395,16 +399,16 @@ def test_stages_run_one_by_one_in_any_order_that_respects_needs(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a scheduler would: by the keys of the plan, from the recipe that is stored in the folder."""
-    from catto.pipeline.plan import Graph, freeze
-    from catto.pipeline.stage import ordered, place
+    from catto.pipeline.plan import Graph, store_recipe
+    from catto.pipeline.stage import list_needed, stage_dir
     from catto.recipe.load import load_recipe
 
     recipe, root = load_recipe(str(write_recipe(tmp_path))), tmp_path / "out"
-    stages = ordered([Graph(recipe).teacher("witnesses")])
+    stages = list_needed([Graph(recipe).plan_teacher_rows("witnesses")])
     told = run(capsys, "stage", root, stages[0].key)
     assert (told.code, told.err.count("no recipe is stored here")) == (2, 1)
-    freeze(root, recipe)
-    monkeypatch.setattr("catto.pipeline.run.LATE", 0.0)
+    store_recipe(root, recipe)
+    monkeypatch.setattr("catto.pipeline.run.SECONDS_TO_WAIT", 0.0)
     told = run(capsys, "stage", root, stages[1].key)
     assert (told.code, told.err.splitlines()[-1]) == (
         2,
@@ -417,16 +421,16 @@ def test_stages_run_one_by_one_in_any_order_that_respects_needs(
         assert run(capsys, "stage", root, stage.key[:8]).out == f"{stage.name}: done already\n"
     run(capsys, "teach", tmp_path / "tiny.yaml", "--out", tmp_path / "other")
     for stage in stages:
-        for path in place(tmp_path / "other", stage).glob("*.jsonl"):
-            assert (place(root, stage) / path.name).read_bytes() == path.read_bytes()
+        for path in stage_dir(tmp_path / "other", stage).glob("*.jsonl"):
+            assert (stage_dir(root, stage) / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_stage_that_fails_names_its_log(tmp_path: Path, capsys: Capture) -> None:
-    from catto.pipeline.plan import Graph, freeze
+    from catto.pipeline.plan import Graph, store_recipe
     from catto.recipe.load import load_recipe
 
     recipe = load_recipe(str(two_tasks(tmp_path)))
-    freeze(tmp_path / "out", recipe)
-    told = run(capsys, "stage", tmp_path / "out", Graph(recipe).questions("mine").key)
+    store_recipe(tmp_path / "out", recipe)
+    told = run(capsys, "stage", tmp_path / "out", Graph(recipe).plan_questions("mine").key)
     assert told.code == 1
     assert re.search(r"catto: questions mine: DataError: .*mine.jsonl row 1: .*; its log: ", told.err)

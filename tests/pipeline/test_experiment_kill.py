@@ -14,7 +14,7 @@ import pytest
 from experiment_world import RECIPE, finished, write_recipe
 from forked import Forked
 
-from catto.pipeline.stage import check
+from catto.pipeline.stage import check_stage
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_again_and_again_loses_nothing(tmp_path: Path, recip
         events, code = start(recipe, full, 7 + 4 * attempt).finished()
         failed |= {event.split()[1] for event in events if event.endswith(" failed")}
         for path in full.glob("stages/*/done.json"):
-            check(path.parent, contents=True)
+            check_stage(path.parent, contents=True)
         if code == 0:
             break
     assert code == 0

@@ -12,9 +12,9 @@ import yaml
 from catto.io.record_files import write_records
 from catto.io.text_files import read_json
 from catto.methods import SCALINGS, WEIGHTS
+from catto.pipeline.kinds.choice import run_choice
 from catto.pipeline.plan import Graph
-from catto.pipeline.results import run_chosen
-from catto.pipeline.stage import Stage, Work, ordered, place
+from catto.pipeline.stage import Stage, Work, list_needed, stage_dir
 from catto.recipe.load import load_recipe
 from catto.recipe.settings import Recipe
 from catto.records import Prediction
@@ -39,7 +39,7 @@ def recipe_of(folder: Path, *overrides: str, **blocks: Any) -> Recipe:
 
 
 def stages(recipe: Recipe) -> list[Stage]:
-    return ordered([Graph(recipe).report()])
+    return list_needed([Graph(recipe).plan_report()])
 
 
 def short(stage: Stage) -> str:
@@ -196,7 +196,7 @@ def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> Non
     assert {short(stage) for stage in found} == {f"scaled {name}" for name in scaled} | fitted | {"report"}
     cells = {
         (cell.place.method, cell.place.budget)
-        for cell in Graph(recipe_of(tmp_path, methods=[*BASE["methods"], *scaled])).cells()
+        for cell in Graph(recipe_of(tmp_path, methods=[*BASE["methods"], *scaled])).list_cells()
     }
     assert {("rcft+ts", "paper"), ("rcft+ts", "matched"), ("dpo+catto+ts", None)} <= cells
 
@@ -204,7 +204,7 @@ def test_temperature_scaling_of_any_method_costs_no_model(tmp_path: Path) -> Non
 def test_nothing_is_sampled_at_a_temperature_among_the_labels(tmp_path: Path) -> None:
     """It says nothing of other tokens. What is sampled at another temperature has no validation answers like it."""
     methods = [*BASE["methods"], "dpo+ts", "dpo+tl"]
-    cells = Graph(recipe_of(tmp_path, "evaluation.decode=sample", methods=methods)).cells()
+    cells = Graph(recipe_of(tmp_path, "evaluation.decode=sample", methods=methods)).list_cells()
     cells = [cell for cell in cells if (cell.place.task, cell.place.budget) == ("witnesses", "paper")]
     sampled, kept = (next(cell for cell in cells if cell.place.method == name) for name in ("dpo+ts", "dpo+tl"))
     assert sampled.predictions.needs["predicted"].settings.text.temperatures == 1
@@ -247,7 +247,7 @@ def test_budgets_share_what_trains_equally_in_both(tmp_path: Path) -> None:
     graph = Graph(recipe_of(tmp_path))
 
     def keys(method: str) -> set[str]:
-        return {graph.chosen("snli", 0, method, budget).key for budget in ("paper", "matched")}
+        return {graph.plan_choice("snli", 0, method, budget).key for budget in ("paper", "matched")}
 
     assert {method: len(keys(method)) for method in MODELS} == {
         "sft": 1, "sft+ls": 1, "dpo": 2, "dpo+catto": 1, "dpo+outcome": 1, "rcft": 2
@@ -256,8 +256,8 @@ def test_budgets_share_what_trains_equally_in_both(tmp_path: Path) -> None:
 
 def test_small_pairs_leave_the_paper_budgets_dpo(tmp_path: Path) -> None:
     few, many = (Graph(recipe_of(tmp_path, f"small_pairs={n}")) for n in (10, 20))
-    assert few.chosen("snli", 0, "dpo", "paper").key == many.chosen("snli", 0, "dpo", "paper").key
-    assert few.chosen("snli", 0, "dpo", "matched").key != many.chosen("snli", 0, "dpo", "matched").key
+    assert few.plan_choice("snli", 0, "dpo", "paper").key == many.plan_choice("snli", 0, "dpo", "paper").key
+    assert few.plan_choice("snli", 0, "dpo", "matched").key != many.plan_choice("snli", 0, "dpo", "matched").key
 
 
 def test_sft_is_trained_once_for_all_methods(tmp_path: Path) -> None:
@@ -272,7 +272,9 @@ def test_only_a_mean_over_several_rates_depends_on_the_seeds(
     tmp_path: Path, choice: str, method: str, depends: bool
 ) -> None:
     one, two = (Graph(recipe_of(tmp_path, f"lr_choice={choice}", f"seeds={seeds}")) for seeds in ("[0]", "[0, 1]"))
-    assert (one.chosen("snli", 0, method, "paper").key != two.chosen("snli", 0, method, "paper").key) == depends
+    assert (
+        one.plan_choice("snli", 0, method, "paper").key != two.plan_choice("snli", 0, method, "paper").key
+    ) == depends
 
 
 @pytest.mark.parametrize(("choice", "rate"), [("mean", 5e-7), ("seed", 5e-6)])
@@ -281,14 +283,14 @@ def test_the_lowest_ece_of_the_seed_or_of_the_mean_over_seeds_is_chosen(
 ) -> None:
     """ECE of the first rate: 10 % at seed 0, 90 % at seed 1; of the second 30 % at both. All answers are right."""
     recipe = recipe_of(tmp_path, f"lr_choice={choice}")
-    stage = Graph(recipe).chosen("snli", 0, "dpo", "paper")
+    stage = Graph(recipe).plan_choice("snli", 0, "dpo", "paper")
     assert stage.settings.rates == (5e-6, 5e-7)
     confidence = {"0 seed 0": 0.9, "0 seed 1": 0.1, "1 seed 0": 0.7, "1 seed 1": 0.7}
     for role, need in stage.needs.items():
         if role.startswith("validation"):
             row = prediction(confidence[role.removeprefix("validation ")])
-            write_records(place(tmp_path, need) / "predictions.jsonl", [row])
-    run_chosen(Work(stage, tmp_path, tmp_path / "out", lambda *_: None))
+            write_records(stage_dir(tmp_path, need) / "predictions.jsonl", [row])
+    run_choice(Work(stage, tmp_path, tmp_path / "out", lambda *_: None))
     told = read_json(tmp_path / "out" / "choice.json")
     number = [5e-6, 5e-7].index(rate)
     assert (told["learning_rate"], told["model"]) == (rate, f"model {number} seed 0")

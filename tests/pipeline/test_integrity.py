@@ -23,12 +23,12 @@ from catto.pipeline.stage import (
     UNSEALED,
     Stage,
     StageSettings,
-    check,
-    content,
-    done,
-    ordered,
-    place,
-    write,
+    check_stage,
+    digest_inputs,
+    is_done,
+    list_needed,
+    stage_dir,
+    write_json,
 )
 from catto.recipe.load import load_recipe
 from catto.records import content_hash
@@ -52,7 +52,7 @@ def catto(*arguments: str) -> int:
 
 
 def stages(made: Path) -> list[Stage]:
-    return ordered([Graph(load_recipe(str(made / "tiny.yaml"))).report()])
+    return list_needed([Graph(load_recipe(str(made / "tiny.yaml"))).plan_report()])
 
 
 def stage(made: Path, kind: str, name: str = "") -> Stage:
@@ -73,7 +73,7 @@ def changed(path: Path, data: bytes) -> Iterator[None]:
 def one_file_a_kind(made: Path) -> list[Path]:
     """Every file of one stage of each kind, the larger trainings included."""
     kinds = {one.kind: one for one in stages(made)}
-    folders = [place(made / "run", one) for one in kinds.values()]
+    folders = [stage_dir(made / "run", one) for one in kinds.values()]
     return [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
@@ -85,7 +85,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(made: Path, capsys: pytest.C
     for path in files:
         data = path.read_bytes()
         folder = root / path.relative_to(root).parts[0]
-        check(folder, contents=True)
+        check_stage(folder, contents=True)
         damages = [
             data[:-1],
             data + b"\n",
@@ -93,13 +93,13 @@ def test_every_flipped_bit_and_every_cut_is_noticed(made: Path, capsys: pytest.C
         ]
         for damaged in damages if data else damages[1:2]:
             with changed(path, damaged), pytest.raises(DataError, match=r"damaged: .*; --repair runs the stage again"):
-                check(folder, contents=True)
+                check_stage(folder, contents=True)
     assert catto("verify", str(made / "run")) == 0
     assert "finished stages are whole" in capsys.readouterr().out
 
 
 def test_verify_names_the_stage_and_the_file(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = place(made / "run", stage(made, "train", "dpo")) / "model" / "model.safetensors"
+    path = stage_dir(made / "run", stage(made, "train", "dpo")) / "model" / "model.safetensors"
     data = path.read_bytes()
     with changed(path, data[:-1] + bytes([data[-1] ^ 128])):
         assert catto("verify", str(made / "run")) == 1
@@ -110,7 +110,7 @@ def test_verify_names_the_stage_and_the_file(made: Path, capsys: pytest.CaptureF
 def test_verify_notices_swapped_folders(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is whole by itself; a run refuses them too, before it reads one in place of the other."""
     copy = copied(made, tmp_path)
-    one, other = (place(copy / "run", stage(copy, "predicted", name)) for name in ("test sft", "test dpo"))
+    one, other = (stage_dir(copy / "run", stage(copy, "predicted", name)) for name in ("test sft", "test dpo"))
     aside = one.with_name("aside")
     one.rename(aside)
     other.rename(one)
@@ -124,7 +124,7 @@ def test_verify_notices_swapped_folders(made: Path, tmp_path: Path, capsys: pyte
 
 def test_verify_notices_a_file_that_no_stage_wrote(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An adapter beside a model would be loaded with it. What systems leave is no damage."""
-    folder = place(made / "run", stage(made, "train", "dpo"))
+    folder = stage_dir(made / "run", stage(made, "train", "dpo"))
     for name, code in (("model/adapter_config.json", 1), ("notes.txt", 1), (".nfs0001", 0), ("model/.DS_Store", 0)):
         extra = folder / name
         assert not extra.exists()
@@ -165,7 +165,7 @@ def test_verify_of_another_folder_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_cut_file_stops_a_run_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cut at a line's end, where a reader would take it for the whole."""
-    path = place(made / "run", stage(made, "predicted", "test sft")) / "predictions.jsonl"
+    path = stage_dir(made / "run", stage(made, "predicted", "test sft")) / "predictions.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     for command in ("run", "plan"):
         with changed(path, b"".join(lines[:-1])):
@@ -193,10 +193,10 @@ def test_a_flipped_bit_is_noticed_where_it_is_read_and_repaired(
     copy = copied(made, tmp_path)
     arguments = str(copy / "tiny.yaml"), "--out", str(copy / "run")
     before = contents(copy / "run", ["test-dpo", "rows"])
-    rows = place(copy / "run", stage(copy, "rows", "witnesses")) / "preferences.jsonl"
+    rows = stage_dir(copy / "run", stage(copy, "rows", "witnesses")) / "preferences.jsonl"
     data = rows.read_bytes()
     rows.write_bytes(data.replace(b"A", b"B", 1))
-    trained = place(copy / "run", stage(copy, "train", "dpo matched"))
+    trained = stage_dir(copy / "run", stage(copy, "train", "dpo matched"))
     shutil.rmtree(trained)
     assert catto("run", *arguments) == 1
     assert "damaged: preferences.jsonl has other bytes than were written; --repair" in capsys.readouterr().err
@@ -215,13 +215,13 @@ def test_what_depends_on_a_stage_that_came_out_otherwise_is_run_again(
 ) -> None:
     """A stage replaced by another, whole one (a copy from elsewhere, another version) makes what read it stale."""
     copy = copied(made, tmp_path)
-    predictions = place(copy / "run", stage(copy, "predicted", "test sft")) / "predictions.jsonl"
+    predictions = stage_dir(copy / "run", stage(copy, "predicted", "test sft")) / "predictions.jsonl"
     told = json.loads((predictions.parent / DONE).read_text())
     text = predictions.read_text().replace('"confidence":', '"confidence": ')
     predictions.write_text(text)
     told.pop("checksum")
     told["files"] = {name: list(seal) for name, seal in seal_folder(predictions.parent, UNSEALED).items()}
-    write(predictions.parent / DONE, {**told, "checksum": content_hash(told)})
+    write_json(predictions.parent / DONE, {**told, "checksum": content_hash(told)})
     assert catto("plan", str(copy / "tiny.yaml"), "--out", str(copy / "run"), "--json") == 0
     standing = {one["name"]: one["standing"] for one in json.loads(capsys.readouterr().out)}
     stale = {name for name, one in standing.items() if one != "done"}
@@ -235,8 +235,8 @@ def test_what_depends_on_a_stage_that_came_out_otherwise_is_run_again(
 
 def publish(root: Path, stage: Stage, name: str, value: object) -> None:
     """Make a stage of one file."""
-    with Attempt(root, stage, content(root, stage)) as attempt:
-        write(attempt.out / name, value)
+    with Attempt(root, stage, digest_inputs(root, stage)) as attempt:
+        write_json(attempt.out / name, value)
         attempt.publish({})
 
 
@@ -247,17 +247,17 @@ def test_another_model_behind_the_same_choice_makes_stale_what_was_generated_wit
     text = Stage("generated", "generated test sft", StageSettings(), {"model": choice})
 
     def made(stage: Stage, name: str, value: str) -> None:
-        shutil.rmtree(place(tmp_path, stage), ignore_errors=True)
+        shutil.rmtree(stage_dir(tmp_path, stage), ignore_errors=True)
         publish(tmp_path, stage, name, {"model": value})
 
     made(train, "weights.json", "one")
     made(choice, "choice.json", "model 0 seed 0")
     made(text, "generations.json", "...")
-    assert done(tmp_path, text)
+    assert is_done(tmp_path, text)
     made(train, "weights.json", "two")
     made(choice, "choice.json", "model 0 seed 0")
-    assert done(tmp_path, choice)
-    assert not done(tmp_path, text)
+    assert is_done(tmp_path, choice)
+    assert not is_done(tmp_path, text)
 
 
 def test_a_stage_is_made_of_its_twins_files_only_where_those_are_whole(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_a_stage_is_made_of_its_twins_files_only_where_those_are_whole(tmp_path:
     twin, stage = (Stage("questions", "questions a", StageSettings()) for _ in range(2))
     vars(stage)["key"] = "f" * 16  # of another recipe, with the same content
     publish(tmp_path, twin, "train.json", 1)
-    with changed(place(tmp_path, twin) / "train.json", b"3"):
-        assert not take_over(tmp_path, stage, content(tmp_path, stage))
-        assert not place(tmp_path, stage).exists()
-    assert take_over(tmp_path, stage, content(tmp_path, stage))
-    assert done(tmp_path, stage)
+    with changed(stage_dir(tmp_path, twin) / "train.json", b"3"):
+        assert not take_over(tmp_path, stage, digest_inputs(tmp_path, stage))
+        assert not stage_dir(tmp_path, stage).exists()
+    assert take_over(tmp_path, stage, digest_inputs(tmp_path, stage))
+    assert is_done(tmp_path, stage)

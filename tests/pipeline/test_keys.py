@@ -17,7 +17,7 @@ from catto import prompts
 from catto.answer.forms import VERSION
 from catto.methods import METHODS
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, StageSettings, ordered
+from catto.pipeline.stage import Stage, StageSettings, list_needed
 from catto.prompts import WORDING, fingerprint, open_fingerprint
 from catto.recipe.load import load_recipe
 from catto.recipe.settings import (
@@ -176,7 +176,7 @@ def first_changed(known: set[str], after: Recipe) -> set[str]:
 
 
 def stages(recipe: Recipe) -> list[Stage]:
-    return ordered([Graph(recipe).report()])
+    return list_needed([Graph(recipe).plan_report()])
 
 
 def test_every_setting_is_in_the_keys_of_what_it_determines(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_an_edited_method_is_trained_again(tmp_path: Path, monkeypatch: pytest.M
 def test_a_loss_of_its_own_is_in_the_key_and_the_recipes_loss_is_not(tmp_path: Path) -> None:
     """A method without one has the key that it had before methods could have one."""
     recipe = recipe_of(tmp_path).model_copy(update={"methods": ("sft", "dpo", "ipo")})
-    parts = {stage.method: stage.settings.counted()["method"] for stage in stages(recipe) if stage.kind == "train"}
+    parts = {stage.method: stage.settings.key_fields()["method"] for stage in stages(recipe) if stage.kind == "train"}
     assert parts["ipo"]["loss_type"] == ("ipo",)
     assert not {"loss_type", "preference_tokens"} & parts["dpo"].keys()
     other_loss = with_setting(recipe, "preference.trl", {"loss_type": "hinge"})
@@ -292,9 +292,9 @@ def test_whatever_reads_answers_itself_has_the_parser_among_its_own_settings(
 ) -> None:
     """Where the rows come out the same, what was made of them is taken over: RCFT's bins are read by the parser too."""
     recipe = recipe_of(tmp_path)
-    before = {stage.name: stage.settings.counted() for stage in stages(recipe)}
+    before = {stage.name: stage.settings.key_fields() for stage in stages(recipe)}
     monkeypatch.setattr("catto.answer.forms.VERSION", VERSION + 1)
-    changed = [stage for stage in stages(recipe) if stage.settings.counted() != before[stage.name]]
+    changed = [stage for stage in stages(recipe) if stage.settings.key_fields() != before[stage.name]]
     assert {stage.method or stage.kind for stage in changed} == {"rows", "predicted", "rcft"}
 
 

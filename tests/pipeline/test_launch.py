@@ -27,9 +27,10 @@ from train_world import made_work
 
 from catto.errors import DataError
 from catto.pipeline import launch
-from catto.pipeline.kinds.train import Job, job_of, load_trained, run_train, train
+from catto.pipeline.kinds.train import TrainingJob, make_job, run_train
 from catto.pipeline.plan import Graph, check_places, open_recipe
-from catto.pipeline.stage import Work, ordered
+from catto.pipeline.stage import Work, list_needed
+from catto.pipeline.training_job import load_trained, train_method
 from catto.recipe.settings import LaunchSettings, Recipe
 
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Work]]:
         run_train(works[method][0])
     jobs = [work.out / "job.json" for _, work in works.values()]
     for (_, work), file in zip(works.values(), jobs, strict=True):
-        file.write_bytes(TypeAdapter(Job).dump_json(job_of(work)))
+        file.write_bytes(TypeAdapter(TrainingJob).dump_json(make_job(work)))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = Path(__file__).with_name("launch_run.py")
     done = subprocess.run([*run, script, *jobs], env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -151,7 +152,7 @@ def test_rows_that_fill_the_last_batch_are_logged(
 ) -> None:
     work = _work(tmp_path, "dpo+catto", 2)
     block = work.settings.block.model_copy(update={"rows": rows})
-    train(replace(job_of(work), settings=replace(work.settings, block=block)), lambda *_: None)
+    train_method(replace(make_job(work), settings=replace(work.settings, block=block)), lambda *_: None)
     assert warned in caplog.text
     assert bool(warned) == ("no multiple" in caplog.text)
 
@@ -160,10 +161,10 @@ def test_what_a_process_refuses_is_the_stage_s_problem(tmp_path: Path) -> None:
     script = f"print('{launch.MARK}' + '[1, 2, \"half\"]'); print('{launch.MARK}\"ValueError: no pair\"'); exit(3)"
     seen: list[Any] = []
     with pytest.raises(RuntimeError, match=r"^ValueError: no pair$"):
-        launch.start([sys.executable, "-c", script], lambda *told: seen.append(told))
+        launch.run_processes([sys.executable, "-c", script], lambda *told: seen.append(told))
     assert seen == [(1, 2, "half")]
     with pytest.raises(RuntimeError, match="a process of the training was killed"):
-        launch.start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], lambda *told: None)
+        launch.run_processes([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], lambda *told: None)
 
 
 def test_the_reason_survives_lines_that_were_mixed(
@@ -171,16 +172,17 @@ def test_the_reason_survives_lines_that_were_mixed(
 ) -> None:
     script = f"print('{launch.MARK}[1, {launch.MARK}'); print('{launch.MARK}\"ValueError: no p'); exit(3)"
     with pytest.raises(RuntimeError, match=r'^"ValueError: no p$'):
-        launch.start([sys.executable, "-c", script], lambda *told: pytest.fail("no progress"))
+        launch.run_processes([sys.executable, "-c", script], lambda *told: pytest.fail("no progress"))
 
     def train(job: Any, progress: Any) -> None:
         raise ValueError("E" * 100_000)
 
-    monkeypatch.setitem(sys.modules, "catto.pipeline.kinds.train", SimpleNamespace(Job=dict, train=train))
+    monkeypatch.setitem(sys.modules, "catto.pipeline.kinds.train", SimpleNamespace(TrainingJob=dict))
+    monkeypatch.setitem(sys.modules, "catto.pipeline.training_job", SimpleNamespace(train_method=train))
     monkeypatch.setenv("RANK", "1")
     (tmp_path / "job.json").write_text("{}")
     with pytest.raises(ValueError, match="EEE"):
-        launch.main(str(tmp_path / "job.json"))
+        launch.run_process(str(tmp_path / "job.json"))
     (line,) = capsys.readouterr().out.splitlines()
     assert "ValueError: EEE" in line
     assert len(line) < 4096  # a pipe takes it whole
@@ -193,7 +195,8 @@ def train(job, progress):
     pathlib.Path(os.environ["PIDS"], os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 
-sys.modules["catto.pipeline.kinds.train"] = types.SimpleNamespace(Job=dict, train=train)
+sys.modules["catto.pipeline.kinds.train"] = types.SimpleNamespace(TrainingJob=dict)
+sys.modules["catto.pipeline.training_job"] = types.SimpleNamespace(train_method=train)
 """
 
 
@@ -202,8 +205,8 @@ def test_the_processes_of_a_killed_stage_end(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text("{}")
     (tmp_path / "pids").mkdir()
     (tmp_path / "sitecustomize.py").write_text(STUCK)
-    words = launch.command(LaunchSettings(processes=2), tmp_path / "job.json", 0)
-    script = f"from catto.pipeline import launch; launch.start({words!r}, print)"
+    words = launch.build_command(LaunchSettings(processes=2), tmp_path / "job.json", 0)
+    script = f"from catto.pipeline import launch; launch.run_processes({words!r}, print)"
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**ENVIRONMENT, "PYTHONPATH": paths, "PIDS": str(tmp_path / "pids")}
     stage = subprocess.Popen([sys.executable, "-c", script], env=environment)
@@ -266,7 +269,7 @@ def test_gathered_weights_under_other_names_are_refused() -> None:
 def test_accelerate_reads_the_command_as_it_is_meant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own parser and its own reading of our file."""
     monkeypatch.setattr(launch, "find_spec", lambda module: object())
-    words = launch.command(LaunchSettings(processes=8, config=name), Path("job.json"), 8)
+    words = launch.build_command(LaunchSettings(processes=8, config=name), Path("job.json"), 8)
     assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words[3:]))
     assert (args.num_processes, args.num_machines, args.main_process_port) == (8, 1, 0)
@@ -284,7 +287,7 @@ def test_accelerate_reads_the_command_as_it_is_meant(name: str, monkeypatch: pyt
 
 
 def test_without_a_gpu_torch_starts_the_processes() -> None:
-    words = launch.command(LaunchSettings(processes=2), Path("job.json"), 0)
+    words = launch.build_command(LaunchSettings(processes=2), Path("job.json"), 0)
     expected = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", launch.__name__, "job.json"]
     assert words == [sys.executable, *expected]
 
@@ -298,7 +301,7 @@ def test_without_a_gpu_torch_starts_the_processes() -> None:
 )
 def test_too_few_devices_are_refused(config: str, devices: int, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        launch.command(LaunchSettings(processes=4, config=config), Path("job.json"), devices)
+        launch.build_command(LaunchSettings(processes=4, config=config), Path("job.json"), devices)
 
 
 # ---- refusals before anything starts --------------------------------------------------------------------------------
@@ -345,15 +348,15 @@ def test_rcft_is_refused_where_the_model_is_in_pieces(monkeypatch: pytest.Monkey
     for config, layout in {"fsdp2": "FSDP", "zero3": "ZeRO-3"}.items():
         recipe = Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}})
         with pytest.raises(ValueError, match=f"rcft generates with the model that it trains, which {layout} keeps"):
-            launch.check(recipe)
+            launch.check_launch(recipe)
     for config in ("ddp", "zero2"):
-        launch.check(Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}}))
+        launch.check_launch(Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}}))
 
 
 def test_an_unknown_configuration_names_the_shipped_ones() -> None:
     recipe = Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": "fsdp"}})
     with pytest.raises(ValueError, match="config fsdp is neither one of ddp, fsdp2, zero2, zero3 nor a file"):
-        launch.check(recipe)
+        launch.check_launch(recipe)
 
 
 def test_a_batch_is_cut_so_that_the_step_stays_the_same() -> None:
@@ -364,10 +367,10 @@ def test_a_batch_is_cut_so_that_the_step_stays_the_same() -> None:
         (1, 8, 8, (1, 1)),
     ]:
         given = {"per_device_train_batch_size": size, "gradient_accumulation_steps": micro}
-        assert tuple(launch.shared(given, processes).values()) == expected
+        assert tuple(launch.split_batch(given, processes).values()) == expected
         assert expected[0] * expected[1] * processes == size * micro
     with pytest.raises(ValueError, match="3 processes cannot share a batch of 8 equally"):
-        launch.shared({"per_device_train_batch_size": 8}, 3)
+        launch.split_batch({"per_device_train_batch_size": 8}, 3)
 
 
 def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_method() -> None:
@@ -376,12 +379,12 @@ def test_a_batch_that_the_processes_cannot_share_is_refused_with_its_method() ->
     for block, problem in [({}, "dpo: 8 processes cannot share a batch of 4"), (preference, "dpo: 8 .* batch of 1")]:
         recipe = {**RECIPE, "methods": ["sft", "dpo"], "preference": block, "launch": {"processes": 8}}
         with pytest.raises(ValueError, match=problem):
-            launch.check(Recipe.model_validate(recipe))
+            launch.check_launch(Recipe.model_validate(recipe))
 
 
 def test_how_many_processes_train_is_in_no_key() -> None:
     keys = [
-        [stage.key for stage in ordered([Graph(open_recipe("quickstart", sets)).report()])]
+        [stage.key for stage in list_needed([Graph(open_recipe("quickstart", sets)).plan_report()])]
         for sets in ((), ("launch.processes=2", "launch.config=fsdp2"))
     ]
     assert keys[0] == keys[1]

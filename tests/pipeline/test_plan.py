@@ -20,8 +20,8 @@ from tiny import tiny_model
 
 from catto.errors import DataError
 from catto.pipeline.estimate import PlanEstimate, read_network, stage_seconds
-from catto.pipeline.plan import Graph, find_stage, freeze, open_recipe, stored
-from catto.pipeline.stage import Stage, ordered, place, record, write
+from catto.pipeline.plan import Graph, find_stage, open_recipe, recipe_file, store_recipe
+from catto.pipeline.stage import Stage, list_needed, make_done, stage_dir, write_json
 from catto.recipe.load import load_recipe
 from catto.recipe.settings import ModelSettings
 
@@ -62,7 +62,7 @@ def test_tokens_follow_what_overrides_the_recipe(setting: str, changed: dict[str
 
     def tokens(*overrides: str) -> dict[str, int]:
         recipe = open_recipe("quickstart", ["budgets=[matched]", "methods=[sft, dpo, dpo+catto]", *overrides])
-        trained = [stage for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"]
+        trained = [stage for stage in list_needed([Graph(recipe).plan_report()]) if stage.kind == "train"]
         return {stage.settings.name: PlanEstimate(recipe).count_training_tokens(stage) for stage in trained}
 
     before, after = tokens("sft.epochs=3", "small_pairs=400"), tokens("sft.epochs=3", "small_pairs=400", setting)
@@ -74,21 +74,21 @@ def test_tokens_follow_what_overrides_the_recipe(setting: str, changed: dict[str
 def test_the_stream_asks_as_many_questions_as_the_recipe_says() -> None:
     for more in ([], ["outcome.held_out=true"]):
         recipe = open_recipe("quickstart", ["outcome.questions=10", "methods=[sft, dpo+outcome]", *more])
-        estimate, every = PlanEstimate(recipe), ordered([Graph(recipe).report()])
+        estimate, every = PlanEstimate(recipe), list_needed([Graph(recipe).plan_report()])
         asked = {stage.name: estimate.count_requests(stage) for stage in every if stage.kind == "sampled"}
         assert [count for name, count in asked.items() if "stream" in name] == [10]
 
 
 def test_a_training_that_was_resumed_took_all_of_its_runs(tmp_path: Path) -> None:
     recipe = load_recipe("paper", ["tasks={snli: {train: 100, validation: 50}}", "seeds=[0]"])
-    stages = {stage.name: stage for stage in ordered([Graph(recipe).report()])}
+    stages = {stage.name: stage for stage in list_needed([Graph(recipe).plan_report()])}
     training = stages["sft snli seed 0 lr 5e-05"]
     assert stage_seconds(tmp_path, training) is None
-    folder = place(tmp_path, training)
+    folder = stage_dir(tmp_path, training)
     folder.mkdir(parents=True)
     for measured, seconds in ((500.0, 500.0), (70.0, 90.0)):
-        write(folder / "training.json", {"seconds": measured})
-        write(folder / "done.json", record(training, folder, "", {"seconds": 90.0}))
+        write_json(folder / "training.json", {"seconds": measured})
+        write_json(folder / "done.json", make_done(training, folder, "", {"seconds": 90.0}))
         assert stage_seconds(tmp_path, training) == seconds
 
 
@@ -118,7 +118,7 @@ def exported(
 ) -> tuple[Path, dict[str, Stage]]:
     """Export the stages that are missing once the questions are there; the run's folder and these stages."""
     recipe = write_recipe(folder, **SMALLEST)
-    root, plan = folder / NAME / "out", ordered([Graph(load_recipe(str(recipe))).report()])
+    root, plan = folder / NAME / "out", list_needed([Graph(load_recipe(str(recipe))).plan_report()])
     (folder / NAME).mkdir()
     monkeypatch.chdir(folder / NAME)
     assert run(capsys, "plan", recipe, "--out", root, "--export", kind).code == 0
@@ -137,16 +137,16 @@ def exported(
 def test_a_stage_exported_from_one_of_several_recipes_is_that_recipes(tmp_path: Path, capsys: Capture) -> None:
     """Recipes that differ in how stages are run share the keys; the one that was used last counts if none is named."""
     one, two = (load_recipe("quickstart", [f"launch.processes={count}"]) for count in (1, 2))
-    key = next(stage.key for stage in ordered([Graph(one).report()]) if stage.kind == "train")
+    key = next(stage.key for stage in list_needed([Graph(one).plan_report()]) if stage.kind == "train")
     for past, recipe in ((300, one), (200, two)):
-        os.utime(freeze(tmp_path, recipe), (time.time() - past,) * 2)
-    freeze(tmp_path, one)
+        os.utime(store_recipe(tmp_path, recipe), (time.time() - past,) * 2)
+    store_recipe(tmp_path, one)
     assert find_stage(tmp_path, key).settings.launch.processes == 1
-    assert find_stage(tmp_path, key, stored(tmp_path, two).stem).settings.launch.processes == 2
+    assert find_stage(tmp_path, key, recipe_file(tmp_path, two).stem).settings.launch.processes == 2
     told = run(capsys, "stage", tmp_path, key, "--recipe", "0" * 16)
     assert (told.code, told.err.count(f"no recipe {'0' * 16} is stored here")) == (2, 1)
-    stored(tmp_path, one).write_text('{"name": "old", "no_longer": 1}')
-    told = run(capsys, "stage", tmp_path, key, "--recipe", stored(tmp_path, one).stem)
+    recipe_file(tmp_path, one).write_text('{"name": "old", "no_longer": 1}')
+    told = run(capsys, "stage", tmp_path, key, "--recipe", recipe_file(tmp_path, one).stem)
     assert (told.code, told.err.count(".json: damaged")) == (2, 1)
 
 
@@ -239,10 +239,10 @@ def test_resources_of_the_recipe_reach_slurm(tmp_path: Path, capsys: Capture) ->
 def test_a_large_array_is_cut_and_arrays_hold_one_kind(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("catto.pipeline.export.MOST", 40)
+    monkeypatch.setattr("catto.pipeline.export.MOST_PER_ARRAY", 40)
     assert run(capsys, "plan", "paper", "--out", tmp_path, "--export", "slurm").code == 0
     kinds, total = defaultdict(set), 0
-    names = {stage.key: stage.kind for stage in ordered([Graph(load_recipe("paper")).report()])}
+    names = {stage.key: stage.kind for stage in list_needed([Graph(load_recipe("paper")).plan_report()])}
     for script in (tmp_path / "slurm").glob("[0-9]*.sh"):
         keys = [line.split()[0] for line in script.read_text().splitlines() if line.startswith("  ")]
         kinds[script.name].update(names[key] for key in keys)

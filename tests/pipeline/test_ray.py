@@ -20,7 +20,7 @@ from test_experiment_kill import files
 
 from catto.errors import DataError
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, finished, ordered
+from catto.pipeline.stage import Stage, list_finished, list_needed
 from catto.recipe.load import load_recipe
 from catto.recipe.settings import Recipe
 from needs import needs
@@ -120,7 +120,7 @@ def parent_of(pid: int) -> int:
 
 def done(out: Path) -> dict[str, str]:
     """The attempt by which every finished stage was made."""
-    return {folder.name: read_attempt(folder)["token"] for folder in finished(out)}
+    return {folder.name: read_attempt(folder)["token"] for folder in list_finished(out)}
 
 
 def test_lost_nodes_workers_and_drivers_change_nothing(
@@ -199,14 +199,14 @@ class Ends:
 
 
 def test_an_error_is_not_tried_again_and_stops_only_what_depends_on_it(cluster: Any, tmp_path: Path) -> None:
-    from catto.pipeline.ray import run
+    from catto.pipeline.ray import run_on_ray
 
     (tmp_path / "mine.jsonl").write_text(json.dumps({"q": "q", "o": ["x", "y"], "a": "Z"}) + "\n")
     fields = {"question": "q", "options": "o", "answer": "a"}
     tasks = {"witnesses": {"train": 20}, "mine": {"path": str(tmp_path / "mine.jsonl"), "fields": fields}}
     recipe, root, shown = load_recipe(str(write_recipe(tmp_path, tasks=tasks))), tmp_path / "out", Ends()
-    goals = [Graph(recipe).teacher(name) for name in tasks]
-    outcome = run(root, recipe, goals, shown, cluster.address)
+    goals = [Graph(recipe).plan_teacher_rows(name) for name in tasks]
+    outcome = run_on_ray(root, recipe, goals, shown, cluster.address)
     ((problem, log),) = outcome.failed.items()
     assert problem.startswith("questions mine: DataError: ")
     assert "row 1" in log.read_text()
@@ -219,10 +219,10 @@ def test_an_error_is_not_tried_again_and_stops_only_what_depends_on_it(cluster: 
 
 
 def resources(blocks: dict[str, Any], *nodes: dict[str, float], **others: Any) -> dict[str, dict[str, float]]:
-    from catto.pipeline.ray import cluster_options
+    from catto.pipeline.ray import list_ray_options
 
     recipe = Recipe.model_validate({**RECIPE, **others, "resources": blocks})
-    return cluster_options(recipe, ordered([Graph(recipe).report()]), nodes)
+    return list_ray_options(recipe, list_needed([Graph(recipe).plan_report()]), nodes)
 
 
 def test_stages_ask_for_what_the_recipe_gives_them() -> None:

@@ -153,7 +153,7 @@ def test_the_probe_reads_the_state_that_predicts_the_label(
     root = Path("runs/second")
     recipe = probe.newest_recipe(root)
     graph = Graph(recipe)
-    (cell,) = [cell for cell in graph.cells() if cell.place.method == "dpo"]
+    (cell,) = [cell for cell in graph.list_cells() if cell.place.method == "dpo"]
     inputs = probe.read_inputs(root, graph, cell)
     model = AutoModelForCausalLM.from_pretrained(inputs.model)
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)

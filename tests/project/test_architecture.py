@@ -32,6 +32,7 @@ LEVELS = {
     "objectives": 2,
     "metrics": 2,
     "formats": 3,
+    "answer_columns": 3,
     "measure": 3,
     "calibrate": 3,
     "model_calibration": 3,

@@ -17,7 +17,7 @@ from tiny import tiny_model
 
 from catto.pipeline.estimate import Network
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Stage, ordered
+from catto.pipeline.stage import Stage, list_needed
 from catto.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_job_that_fits_on_no_machine_is_refused() -> None:
 
 def planned(*overrides: str) -> tuple[Any, dict[str, Stage]]:
     recipe = load_recipe("paper", ["tasks={snli: {train: 100, validation: 50}}", "seeds=[0]", *overrides])
-    return capacity.Capacity(recipe), {stage.name: stage for stage in ordered([Graph(recipe).report()])}
+    return capacity.Capacity(recipe), {stage.name: stage for stage in list_needed([Graph(recipe).plan_report()])}
 
 
 def test_durations_are_stated_or_measured_or_estimated() -> None:

@@ -15,9 +15,9 @@ from pages import PAGES, ROOT, blocks, everything
 
 from catto.cli import app
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import ordered
+from catto.pipeline.stage import list_needed
 from catto.recipe import settings as recipe_module
-from catto.recipe.load import load_recipe, shipped
+from catto.recipe.load import find_shipped_recipes, load_recipe
 from catto.recipe.settings import ModelSettings, Recipe, Settings
 from catto.records import Manifest, Prediction, PreferenceRow, Question, Refusal, Response, SftRow
 
@@ -44,7 +44,7 @@ def catto_lines() -> list[list[str]]:
     shell = [line for page in PAGES for block in blocks((ROOT / page).read_text(encoding="utf-8"))
              if block.language.startswith("bash") for line in whole_lines(block.text)]  # fmt: skip
     inline = re.findall(r"`(catto [a-z][^`\n]*)`", everything())
-    comments = [line for path in shipped().values() for line in whole_lines(commented(path.read_text()))]
+    comments = [line for path in find_shipped_recipes().values() for line in whole_lines(commented(path.read_text()))]
     return [
         shlex.split(line.split("  ")[0], comments=True)
         for line in (*shell, *inline, *comments)
@@ -67,7 +67,7 @@ def recipe_lines() -> list[tuple[str, list[str]]]:
     """The recipe and the overrides of every command that names a shipped one."""
     found = []
     for words in catto_lines():
-        if words[1] in ("run", "plan", "teach", "train") and len(words) > 2 and words[2] in shipped():
+        if words[1] in ("run", "plan", "teach", "train") and len(words) > 2 and words[2] in find_shipped_recipes():
             sets = [words[n + 1] for n, word in enumerate(words) if word == "--set"]
             found.append((words[2], sets))
     return found
@@ -78,14 +78,14 @@ def test_named_recipes_load_and_plan_with_their_overrides() -> None:
     assert ("paper", []) in lines
     assert any("train_on=mmlu" in sets for _, sets in lines)
     for name, sets in lines:
-        assert ordered([Graph(load_recipe(name, sets)).report()])
+        assert list_needed([Graph(load_recipe(name, sets)).plan_report()])
 
 
 def test_seeds_that_were_run_apart_fit_into_one_folder() -> None:
-    whole = {stage.folder for stage in ordered([Graph(load_recipe("paper")).report()])}
+    whole = {stage.folder for stage in list_needed([Graph(load_recipe("paper")).plan_report()])}
     one = [
         stage.folder
-        for stage in ordered([Graph(load_recipe("paper", ["seeds=[1]"])).report()])
+        for stage in list_needed([Graph(load_recipe("paper", ["seeds=[1]"])).plan_report()])
         if stage.kind != "report"
     ]
     assert one
@@ -93,11 +93,11 @@ def test_seeds_that_were_run_apart_fit_into_one_folder() -> None:
 
 
 def test_shipped_recipes_load_and_plan() -> None:
-    assert {"quickstart", "smollm2", "paper"} <= set(shipped())
-    for name in shipped():
+    assert {"quickstart", "smollm2", "paper"} <= set(find_shipped_recipes())
+    for name in find_shipped_recipes():
         recipe = load_recipe(name)
         assert recipe.name == name
-        assert Graph(recipe).cells()
+        assert Graph(recipe).list_cells()
 
 
 @pytest.mark.parametrize("page", PAGES)

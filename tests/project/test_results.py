@@ -14,7 +14,8 @@ import pytest
 from catto import load_questions
 from catto.engines import TAU_GRID
 from catto.io.record_files import write_records
-from catto.metrics.statistics import Interval, SeedSummary
+from catto.metrics.intervals import Interval
+from catto.metrics.statistics import SeedSummary
 from catto.recipe.settings import ResponseFields
 from catto.records import PairMargin, Prediction, Question
 from catto.report.numbers import Cell, Results

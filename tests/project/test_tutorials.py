@@ -15,8 +15,8 @@ from pages import ROOT, Block, blocks
 from tutorial_samples import write_samples
 
 from catto import ece
+from catto.answer_columns import read_graded
 from catto.cli import app
-from catto.measure import read_graded
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from catto.errors import DataError
 from catto.methods import METHODS
 from catto.pipeline import launch
 from catto.pipeline.plan import Graph, open_recipe
-from catto.pipeline.stage import ordered
-from catto.recipe.load import load_recipe, shipped
+from catto.pipeline.stage import list_needed
+from catto.recipe.load import find_shipped_recipes, load_recipe
 from catto.recipe.settings import ModelSettings, Recipe, TaskSettings, TeacherSettings
 from catto.recipe.yaml_text import parse_yaml
 
@@ -38,11 +38,11 @@ def problem(source: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", find_shipped_recipes())
 def test_every_shipped_recipe_loads_and_plans(name: str) -> None:
     recipe = open_recipe(name)
     assert recipe.name == name
-    assert ordered([Graph(recipe).report()])[-1].kind == "report"
+    assert list_needed([Graph(recipe).plan_report()])[-1].kind == "report"
 
 
 def test_a_folder_of_its_name_hides_no_shipped_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +53,9 @@ def test_a_folder_of_its_name_hides_no_shipped_recipe(tmp_path: Path, monkeypatc
     assert load_recipe("quickstart").name == "one"
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", find_shipped_recipes())
 def test_every_shipped_recipe_begins_with_a_comment(name: str) -> None:
-    assert shipped()[name].read_text(encoding="utf-8").startswith("# ")
+    assert find_shipped_recipes()[name].read_text(encoding="utf-8").startswith("# ")
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
@@ -268,7 +268,7 @@ def test_a_recipe_that_starts_from_the_given_model_has_no_sft(tmp_path: Path) ->
     assert recipe.methods[0] == "base"
     assert not {"sft", "sft+ls", "sft+outcome"} & {*recipe.methods}
     assert recipe.own_teacher.model == "models/own"
-    planned = ordered([Graph(recipe).report()])
+    planned = list_needed([Graph(recipe).plan_report()])
     assert not [stage.name for stage in planned if "sft" in stage.name.replace("+sft", "")]
     assert len([stage for stage in planned if stage.kind == "base"]) == 1
 
@@ -307,7 +307,7 @@ def test_what_does_not_go_with_the_start_is_refused(tmp_path: Path, changes: dic
 
 def test_a_model_that_is_not_trained_has_no_batch_for_processes_to_share(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, **OWN, methods=["base", "base+ts", "dpo"], launch={"processes": 2}))
-    launch.check(recipe)
+    launch.check_launch(recipe)
 
 
 def test_a_path_takes_its_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import ordered
+from catto.pipeline.stage import list_needed
 from catto.recipe.load import load_recipe
 from needs import DATA, needs
 
@@ -34,6 +34,6 @@ def test_the_recipes_teacher_gives_it_enough_rows_and_pairs(tmp_path: Path, monk
 
 def test_a_row_of_temperature_scaling_costs_no_training() -> None:
     recipe = load_recipe("smollm2")
-    trained = {stage.method for stage in ordered([Graph(recipe).report()]) if stage.kind == "train"}
+    trained = {stage.method for stage in list_needed([Graph(recipe).plan_report()]) if stage.kind == "train"}
     assert trained == {"sft", "dpo", "dpo+catto", "dpo+outcome", "dpo+replay"}
     assert len(recipe.methods) == 3 * len(trained)

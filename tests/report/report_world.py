@@ -16,8 +16,9 @@ from catto.methods import METHODS, Budget
 from catto.prompts import render_completion
 from catto.records import Option, Prediction, Question
 from catto.report.browser import Browser
-from catto.report.build import build, read_experiment
-from catto.report.measuring import CellAnswers, measure_results
+from catto.report.build import build_report, read_experiment
+from catto.report.cell_answers import CellAnswers
+from catto.report.measuring import measure_results
 from catto.report.numbers import Cell, Numbers, Results, Training
 from catto.tasks.witnesses import generate_questions
 
@@ -112,7 +113,7 @@ def measured(world: World) -> Measured:
 def built(world: World) -> Path:
     """Write a world and build its report once, figures and all; return the experiment's folder."""
     folder = Path(_keep(TemporaryDirectory(prefix="catto-report-")).name)
-    build(write_world(folder, world), folder, folder / "out")
+    build_report(write_world(folder, world), folder, folder / "out")
     return folder
 
 

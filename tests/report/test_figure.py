@@ -15,7 +15,7 @@ from catto.cli import main
 from catto.errors import DataError
 from catto.metrics.binning import reliability
 from catto.metrics.errors import accuracy, ece, mean_confidence
-from catto.metrics.statistics import NullBand
+from catto.metrics.intervals import NullBand
 from catto.report.drawing import STYLE, Panel, reliability_figure, write_figure
 
 RNG = np.random.default_rng(0)

@@ -11,25 +11,23 @@ import numpy as np
 import pytest
 from report_world import SMALL, TINY, Measured, measured, write_world
 
+from catto.answer_columns import ParseCounts
 from catto.engines import TAU_GRID
 from catto.errors import DataError
 from catto.io.record_files import read_records, write_records
-from catto.measure import HEADLINE, MeasureSettings, ParseCounts
+from catto.measure import HEADLINE, MeasureSettings
 from catto.metrics.catalogue import METRICS
 from catto.metrics.errors import brier_split
-from catto.metrics.statistics import Answers, bootstrap, null_band, null_table
+from catto.metrics.resampling import Answers
+from catto.metrics.statistics import bootstrap, null_band, null_table
 from catto.records import Prediction, Question
 from catto.report import numbers as store
-from catto.report.build import build
-from catto.report.measuring import (
-    decide_verdict,
-    measure_results,
-    measure_risk,
-    measure_selection,
-    read_cell,
-)
+from catto.report.build import build_report
+from catto.report.cell_answers import read_cell
+from catto.report.measuring import measure_results, measure_risk, measure_selection
 from catto.report.numbers import Cell
 from catto.report.tables import build_group_tables
+from catto.report.verdict import decide_verdict
 
 
 @pytest.fixture(scope="module")
@@ -216,14 +214,14 @@ def test_a_prediction_of_another_task_or_an_unknown_question_is_named(tmp_path: 
     lines = path.read_text().split("\n")
     path.write_text(lines[0].replace('"task":"snli"', '"task":"anli"') + "\n")
     with pytest.raises(DataError, match=r"row 1: task: expected 'snli', got 'anli'"):
-        build(results, tmp_path, tmp_path / "out")
+        build_report(results, tmp_path, tmp_path / "out")
     first = json.loads(lines[0])
     path.write_text(json.dumps(first | {"question": "nobody"}) + "\n")
     with pytest.raises(DataError, match=r"row 1: question: 'nobody' is not among"):
-        build(results, tmp_path, tmp_path / "out")
+        build_report(results, tmp_path, tmp_path / "out")
     path.write_text(lines[0] + "\n" + lines[0] + "\n")
     with pytest.raises(DataError, match=r"row 2: question: .* is answered twice"):
-        build(results, tmp_path, tmp_path / "out")
+        build_report(results, tmp_path, tmp_path / "out")
 
 
 def confident(folder: Path, name: str, rows: list[tuple[float, bool]]) -> str:

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_world import HOSTILE, SMALL, TINY, built, measured, write_world
 
+from catto.answer_columns import ParseCounts
 from catto.io.record_files import read_records
-from catto.measure import ParseCounts
 from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
 from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser
-from catto.report.build import build
+from catto.report.build import build_report
 from catto.report.drawing import render_figure
 from catto.report.figures import KINDS, HistogramContent, Picture, choose_looks, split_by_task
 from catto.report.numbers import Cell
@@ -139,7 +139,7 @@ def test_figures_hold_plain_words_and_no_date(built: Path) -> None:
 
 def test_the_same_results_give_the_same_files_byte_for_byte(built: Path, tmp_path: Path) -> None:
     results = write_world(tmp_path, TINY)
-    build(results, tmp_path, tmp_path / "out")
+    build_report(results, tmp_path, tmp_path / "out")
     for path in sorted((built / "out").rglob("*")):
         if path.is_file():
             other = tmp_path / "out" / path.relative_to(built / "out")
@@ -150,7 +150,7 @@ def test_a_second_build_draws_nothing_again_and_gives_the_same_page(built: Path)
     results = write_world(built, TINY)
     svg = built / "out" / "figures" / "risk-snli-paper.svg"
     before, page_before = svg.stat().st_mtime_ns, (built / "out" / "report.html").read_bytes()
-    build(results, built, built / "out")
+    build_report(results, built, built / "out")
     assert svg.stat().st_mtime_ns == before
     assert (built / "out" / "report.html").read_bytes() == page_before
 

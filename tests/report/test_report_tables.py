@@ -16,17 +16,20 @@ import pytest
 from report_world import HOSTILE, SMALL, TINY, measured
 from rich.console import Console
 
+from catto.answer_columns import ParseCounts
 from catto.cli.console import print_table
-from catto.measure import HEADLINE, ParseCounts
+from catto.measure import HEADLINE
 from catto.metrics.catalogue import METRICS, Versus, holm
+from catto.metrics.comparisons import ALPHA
+from catto.metrics.intervals import Interval, NullBand, drop_invalid_interval
 from catto.metrics.selection import Candidates, measure_rules
-from catto.metrics.statistics import ALPHA, Interval, NullBand, SeedSummary, drop_invalid_interval
+from catto.metrics.statistics import SeedSummary
 from catto.report import render
 from catto.report.figures import choose_looks
 from catto.report.headline import write_headline
 from catto.report.measuring import DELTA, RISK, correct_group_p_values, find_training, has_papers_budget
 from catto.report.numbers import GroupNumbers, Numbers, Training, Verdict
-from catto.report.render import Entry, Table, csv_text, latex, markdown, terminal
+from catto.report.render import Entry, Table, csv_text, render_latex, render_markdown, render_terminal
 from catto.report.tables import (
     build_group_tables,
     build_summary,
@@ -147,7 +150,7 @@ def test_the_papers_number_stands_beside_models_of_its_own_budget_only(tables: T
     assert entry_of(tables["in-distribution-matched"], "dpo", "snli", "ece").paper == ""
     assert entry_of(tables["in-distribution-matched"], "dpo+catto", "snli", "ece").paper == "19.13"
     assert entry_of(tables["out-of-distribution-paper"], "rcft", "snli", "accuracy").paper == "36.39"
-    assert "paper: 26.74" in markdown(tables["in-distribution-paper"])
+    assert "paper: 26.74" in render_markdown(tables["in-distribution-paper"])
 
 
 def versus(difference: float, low: float, high: float, p_corrected: float) -> Versus:
@@ -230,16 +233,16 @@ def test_a_budget_is_told_as_it_was_trained() -> None:
 def test_markdown_has_one_width_and_no_raw_markup(tables: Tables) -> None:
     for table in tables.values():
         spoiled = replace(table, title=HOSTILE, lines=tuple(replace(line, title=HOSTILE) for line in table.lines))
-        lines = [line for line in markdown(spoiled).splitlines() if line.startswith("|")]
+        lines = [line for line in render_markdown(spoiled).splitlines() if line.startswith("|")]
         cells = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
         assert cells == {len(table.columns) + 2}, table.name
-        assert not re.search(r"(?<!\\)<script", markdown(spoiled))
+        assert not re.search(r"(?<!\\)<script", render_markdown(spoiled))
 
 
 def test_latex_braces_balance_and_every_row_has_every_column(tables: Tables) -> None:
     for table in tables.values():
         spoiled = replace(table, lines=tuple(replace(line, title=HOSTILE) for line in table.lines))
-        text = latex(spoiled)
+        text = render_latex(spoiled)
         bare = re.sub(r"\\[\\{}&%$#_]", "", text)
         assert bare.count("{") == bare.count("}")
         assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
@@ -264,7 +267,7 @@ LATEX = {
 def test_latex_prints_every_sign_and_obeys_none(tables: Tables, title: str) -> None:
     table = tables["in-distribution-matched"]
     spoiled = replace(table, lines=(replace(table.lines[0], title=title),))
-    (row,) = [row for row in latex(spoiled).splitlines() if row.startswith(f"{LATEX[title]} & ")]
+    (row,) = [row for row in render_latex(spoiled).splitlines() if row.startswith(f"{LATEX[title]} & ")]
     assert row.endswith(r" \\")
 
 
@@ -304,7 +307,7 @@ def test_csv_holds_every_number_with_its_interval_and_p_value(tables: Tables) ->
 
 def test_the_terminal_shows_value_interval_null_band_and_the_papers_number(tables: Tables) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(terminal(tables["in-distribution-paper"]))
+    console.print(render_terminal(tables["in-distribution-paper"]))
     text = console.export_text()
     entry = entry_of(tables["in-distribution-paper"], "dpo", "snli", "ece")
     assert entry.text in text
@@ -465,8 +468,8 @@ def test_a_cell_of_forced_answers_says_so_first_and_wins_nothing() -> None:
     entry = entry_of(table, "rcft", "snli", "ece")
     assert (entry.forced, entry.mark, entry.best) == ("85 % forced", "", False)
     assert entry_of(table, "rcft", "witnesses", "ece").forced == ""
-    assert f"| 85 % forced<br>{entry.text}" in markdown(table)
-    assert r"\shortstack[r]{{\scriptsize 85 \% forced} \\ " + entry.text in latex(table)
+    assert f"| 85 % forced<br>{entry.text}" in render_markdown(table)
+    assert r"\shortstack[r]{{\scriptsize 85 \% forced} \\ " + entry.text in render_latex(table)
     assert "85 % forced" in csv_text(table)
 
 
@@ -508,7 +511,7 @@ def test_an_ece_outside_its_interval_shows_what_holds_instead() -> None:
 def test_a_difference_stands_with_its_interval_and_corrected_p_value(tables: Tables) -> None:
     entry = entry_of(tables["in-distribution-paper"], "sft", "snli", "accuracy")
     shown = entry.versus
-    text = markdown(tables["in-distribution-paper"])
+    text = render_markdown(tables["in-distribution-paper"])
     assert f"to DPO {100 * shown.difference:+.2f}, p = {shown.p_corrected:.2g}" in text
     assert f"\\[{100 * shown.low:+.2f}, {100 * shown.high:+.2f}]" in text
     brier = entry_of(tables["in-distribution-paper"], "sft", "snli", "brier").versus
@@ -536,7 +539,7 @@ def test_latex_keeps_the_papers_columns_and_the_other_forms_have_brier_and_auroc
     table = tables["in-distribution-paper"]
     assert {column.metric for column in table.columns} == {"accuracy", "ece", "brier", "auroc"}
     assert {column.metric for column in table.in_papers_shape().columns} == {"accuracy", "ece"}
-    assert "Brier" in markdown(table)
+    assert "Brier" in render_markdown(table)
     assert {column.metric for column in tables["confidence-at-k-paper"].in_papers_shape().columns} == {"4", "8"}
 
 
@@ -560,7 +563,7 @@ def test_the_risk_table_says_where_no_threshold_promises_it(tables: Tables) -> N
     assert columns == ["Threshold", "Coverage ↑", "Errors", "Bound"]
     for line in tables["risk-paper"].lines:
         assert [entry.text for entry in line.entries[:4]] == ["none", "0.00", "-", "-"]
-    assert "| none | 0.00<br>" in markdown(tables["risk-paper"])
+    assert "| none | 0.00<br>" in render_markdown(tables["risk-paper"])
     shares = {"risk_promised": 0.5, "risk_threshold": 0.72, "risk_coverage": 0.4, "risk_errors": 0.01}
     changed = regrouped(
         ("dpo", "snli", {"others": {name: SeedSummary(value, None, 2) for name, value in shares.items()}})
@@ -698,7 +701,7 @@ def test_the_first_table_fits_sixty_columns(
     forced = [changed(group, MOSTLY_FORCED) for group in numbers.groups]
     for one in (numbers, numbers.model_copy(update={"groups": tuple(forced)})):
         table = build_summary(one)
-        print_table(terminal(table))
+        print_table(render_terminal(table))
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= 60
         assert all(entry.text in text for line in table.lines for entry in line.entries)

@@ -207,19 +207,19 @@ def test_own_questions_replace_the_tasks_of_a_recipe_in_teach_and_train(tmp_path
 
 
 def test_only_the_seeds_in_use_are_held_out_and_the_training_key_has_them(tmp_path: Path) -> None:
-    from catto.pipeline.kinds.steps import questions_of
+    from catto.pipeline.kinds.questions import load_split
     from catto.pipeline.plan import Graph, open_recipe
 
     block = {"path": str(write_lines(tmp_path / "mine.jsonl", colours(200))), "fields": MAP}
     sizes, keys, held_out = [], [], []
     for seeds in ([0], [7], [0, 7]):
         graph = Graph(open_recipe(str(write_recipe(tmp_path, tasks={"mine": block}, seeds=seeds))))
-        train = graph.questions("mine")
-        sizes.append(len(questions_of(train.settings)[0]))
+        train = graph.plan_questions("mine")
+        sizes.append(len(load_split(train.settings)[0]))
         keys.append(train.key)
-        held_out.append(graph.questions("mine", "test", seeds[-1]).key)
+        held_out.append(graph.plan_questions("mine", "test", seeds[-1]).key)
         asked = {one.id for seed in seeds for split in SPLITS[1:] for one in held(graph, split, seed)}
-        assert not asked & {one.id for one in questions_of(train.settings)[0]}
+        assert not asked & {one.id for one in load_split(train.settings)[0]}
     assert sizes[:2] == [160, 160]
     assert 120 <= sizes[2] <= 136  # 0.8 x 0.8 of 200, and a few
     assert len(set(keys)) == 3
@@ -227,15 +227,15 @@ def test_only_the_seeds_in_use_are_held_out_and_the_training_key_has_them(tmp_pa
 
 
 def held(graph: Any, split: Any, seed: int) -> list[Question]:
-    from catto.pipeline.kinds.steps import questions_of
+    from catto.pipeline.kinds.questions import load_split
 
-    return questions_of(graph.questions("mine", split, seed).settings)[0]
+    return load_split(graph.plan_questions("mine", split, seed).settings)[0]
 
 
 def test_the_keys_of_benchmarks_do_not_depend_on_settings_of_own_files() -> None:
     from catto.pipeline.plan import Graph, open_recipe
 
-    counted = Graph(open_recipe("quickstart")).questions("witnesses").settings.counted()
+    counted = Graph(open_recipe("quickstart")).plan_questions("witnesses").settings.key_fields()
     assert "seeds" not in counted
     assert "answers" not in counted["block"]
     assert counted["block"]["answer"] == "label"
@@ -248,7 +248,7 @@ def test_the_key_has_the_fields_of_a_task_file_and_the_contents_of_the_answers(t
     recipe = str(write_recipe(tmp_path, tasks={"mine": {"path": str(place)}}))
 
     def key() -> str:
-        return Graph(open_recipe(recipe)).questions("mine").key
+        return Graph(open_recipe(recipe)).plan_questions("mine").key
 
     first = key()
     assert key() == first

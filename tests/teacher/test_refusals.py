@@ -29,8 +29,8 @@ from catto.io.record_files import manifest_path, read_manifest, read_records
 from catto.io.text_files import MAX_LINE_BYTES
 from catto.pipeline.plan import Graph
 from catto.pipeline.run import forget_refused, refused_stages
-from catto.pipeline.run import run as run_stages
-from catto.pipeline.stage import Stage, done, place
+from catto.pipeline.run import run_goals as run_stages
+from catto.pipeline.stage import Stage, is_done, stage_dir
 from catto.predict import evaluate, read_refused_requests, refused_path
 from catto.recipe.settings import Recipe, TeacherSettings
 from catto.records import Prediction, Question, Refusal, Response, SftRow
@@ -711,7 +711,7 @@ def world(url: str) -> tuple[Recipe, Stage]:
     recipe = Recipe.model_validate(
         {"name": "r", "tasks": {"witnesses": {"train": 6}}, "model": {"scratch": {}}, "teacher": teacher}
     )
-    return recipe, Graph(recipe).responses("witnesses")
+    return recipe, Graph(recipe).plan_responses("witnesses")
 
 
 def first_prompt_refused() -> Callable[[Seen], Reply]:
@@ -729,34 +729,34 @@ def first_prompt_refused() -> Callable[[Seen], Reply]:
 def test_a_retried_teacher_makes_again_what_was_made_without_its_new_responses(tmp_path: Path) -> None:
     with serve(first_prompt_refused()) as server:
         recipe, stage = world(server.url)
-        rows = Graph(recipe).teacher("witnesses")
+        rows = Graph(recipe).plan_teacher_rows("witnesses")
         assert not run_stages(tmp_path, [rows], Silent()).failed
     assert [(one.name, len(refused)) for one, refused in refused_stages(tmp_path, [rows])] == [(stage.name, 2)]
-    assert len(list(read_records(place(tmp_path, rows) / "outcome.jsonl", SftRow))) == 10
+    assert len(list(read_records(stage_dir(tmp_path, rows) / "outcome.jsonl", SftRow))) == 10
     with serve(lambda _: ok(chat("<answer>\nA\n</answer>", model="m"))) as server:
         recipe, stage = world(server.url)
-        rows = Graph(recipe).teacher("witnesses")
+        rows = Graph(recipe).plan_teacher_rows("witnesses")
         forget_refused(tmp_path, [rows])
         assert not run_stages(tmp_path, [rows], Silent()).failed
         assert len(server.seen) == 2
-    assert done(tmp_path, stage)
-    assert done(tmp_path, rows)
+    assert is_done(tmp_path, stage)
+    assert is_done(tmp_path, rows)
     assert refused_stages(tmp_path, [rows]) == []
-    assert len(list(read_records(place(tmp_path, rows) / "outcome.jsonl", SftRow))) == 12
+    assert len(list(read_records(stage_dir(tmp_path, rows) / "outcome.jsonl", SftRow))) == 12
 
 
 def test_a_retry_in_vain_leaves_what_was_made_where_it_is(tmp_path: Path) -> None:
     respond = first_prompt_refused()
     with serve(respond) as server:
         recipe, stage = world(server.url)
-        rows = Graph(recipe).teacher("witnesses")
+        rows = Graph(recipe).plan_teacher_rows("witnesses")
         run_stages(tmp_path, [rows], Silent())
-        before = (place(tmp_path, rows) / "done.json").stat()
+        before = (stage_dir(tmp_path, rows) / "done.json").stat()
         forget_refused(tmp_path, [rows])
         outcome = run_stages(tmp_path, [rows], Silent())
         assert [one.name for one in outcome.finished] == [stage.name]
         assert len(server.seen) == 12 + 2
-    after = (place(tmp_path, rows) / "done.json").stat()
+    after = (stage_dir(tmp_path, rows) / "done.json").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert len(refused_stages(tmp_path, [rows])[0][1]) == 2
 
@@ -765,7 +765,7 @@ def test_a_finished_stage_tells_what_it_was_made_of(tmp_path: Path) -> None:
     with serve(lambda _: ok(chat("<answer>\nA\n</answer>"))) as server:
         _, stage = world(server.url)
         run_stages(tmp_path, [stage], Silent())
-    told = json.loads((place(tmp_path, stage) / "done.json").read_text())
+    told = json.loads((stage_dir(tmp_path, stage) / "done.json").read_text())
     assert told["needs"] == {role: need.key for role, need in stage.needs.items()}
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from catto.pipeline.kinds.train import gathered
+from catto.pipeline.training_job import gather_weights
 from catto.training import forward
 from catto.training.batches import Batch, Query, lay_out_rows
 from catto.training.examples import Example, make_examples
@@ -143,7 +143,7 @@ def compare(layout: dict[str, Any]) -> dict[str, float]:
         for model in (sharded, whole):
             torch.optim.SGD(model.parameters(), lr=0.01).step()
             model.zero_grad()
-    weights = gathered(SimpleNamespace(model=sharded, is_fsdp_enabled=True, is_deepspeed_enabled=False))
+    weights = gather_weights(SimpleNamespace(model=sharded, is_fsdp_enabled=True, is_deepspeed_enabled=False))
     assert weights is not None
     assert len(weights) == (0 if rank else len(whole.state_dict()))
     saved = max((float((value - whole.state_dict()[key]).abs().max()) for key, value in weights.items()), default=0.0)

@@ -19,7 +19,7 @@ from tiny import tiny_model, tiny_tokenizer
 from catto.io.record_files import read_records, write_records
 from catto.metrics.preference import margins_of, preference_accuracy, preference_interval, reward_margins
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import ordered
+from catto.pipeline.stage import list_needed
 from catto.prompts import prompt_ids, render_completion
 from catto.recipe.settings import Recipe
 from catto.records import Message, PairLogprobs, PairMargin, PreferenceRow, Question, Response
@@ -218,7 +218,7 @@ def test_held_out_pairs_change_the_key_of_no_stage_but_the_report() -> None:
     for asked in (False, True):
         evaluation = {**RECIPE["evaluation"], "preference_pairs": asked}
         recipe = Recipe.model_validate({**RECIPE, "evaluation": evaluation})
-        keys[asked] = {stage.key: stage.kind for stage in ordered([Graph(recipe).report()])}
+        keys[asked] = {stage.key: stage.kind for stage in list_needed([Graph(recipe).plan_report()])}
     gone = [kind for key, kind in keys[False].items() if key not in keys[True]]
     new = {kind for key, kind in keys[True].items() if key not in keys[False]}
     assert gone == ["report"]
@@ -233,7 +233,7 @@ def test_a_server_is_asked_for_held_out_pairs_only_by_choice(source: str, chosen
     teacher = {"source": source, "model": "m", "base_url": "http://localhost:1/v1"}
     evaluation = {**RECIPE["evaluation"], "preference_pairs": chosen}
     recipe = Recipe.model_validate({**RECIPE, "teacher": teacher, "evaluation": evaluation})
-    names = [stage.name for stage in ordered([Graph(recipe).report()])]
+    names = [stage.name for stage in list_needed([Graph(recipe).plan_report()])]
     assert ("responses held-out pairs witnesses seed 0" in names) == asked
 
 

@@ -20,19 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from catto.errors import DataError
 from catto.io.record_files import write_records
-from catto.pipeline.kinds.train import (
-    _arguments,
-    _Clock,
-    _save,
-    _start,
-    job_of,
-    label_share,
-    rehearse,
-    right_responses,
-    run_train,
-)
+from catto.pipeline.kinds.train import make_job, run_train
 from catto.pipeline.plan import Graph, open_recipe
+from catto.pipeline.prepare_training import compute_label_share, find_right_responses, make_arguments
+from catto.pipeline.rehearsal import rehearse_trainings
 from catto.pipeline.stage import Work
+from catto.pipeline.training_job import _Clock, _load_start, save_model
 from catto.prompts import render_completion
 from catto.recipe.settings import Recipe
 from catto.records import Message, Prediction
@@ -102,7 +95,7 @@ def test_every_arm_trains_on_the_same_pairs_that_fit(
 @pytest.mark.parametrize("method", ["rcft", "cft"])
 def test_traces_are_drawn_among_those_that_fit(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bins = RcftBins(lambda model: ([0.3, 0.9], [True, False]))
-    monkeypatch.setattr("catto.pipeline.kinds.train._bins", lambda job, tokenizer: bins)
+    monkeypatch.setattr("catto.pipeline.prepare_training._make_rcft_bins", lambda job, tokenizer: bins)
     trainer, story = _trained(made_work(tmp_path, method), monkeypatch)
     assert (story["rows"], story["dropped"], story["epochs"]) == (6, {"rows": 4}, 1.0)
     assert not {f"s{number}" for number in LONG} & {example.question for example in trainer.train_dataset}
@@ -254,9 +247,9 @@ def test_an_answer_that_does_not_tell_of_every_label_has_no_share() -> None:
     known |= {"source": "free", "confidence": 0.6, "logsumexp": None, "mean_logprob": None, "tokens": 3}
     known |= {"temperature": 0.0, "seed": 0, "engine": "e", "model": "m"}
     whole = Prediction(**known, label="A", label_logprobs=logprobs)
-    assert label_share(whole) == pytest.approx(1 / (1 + 2.718281828**-1.0))
-    assert label_share(whole.model_copy(update={"label_logprobs": None})) is None
-    assert label_share(whole.model_copy(update={"label": None})) is None
+    assert compute_label_share(whole) == pytest.approx(1 / (1 + 2.718281828**-1.0))
+    assert compute_label_share(whole.model_copy(update={"label_logprobs": None})) is None
+    assert compute_label_share(whole.model_copy(update={"label": None})) is None
 
 
 # ---- the controls of dpo+outcome ------------------------------------------------------------------------------------
@@ -273,7 +266,7 @@ def test_replay_takes_a_right_trace_of_each_question_of_the_stream(tmp_path: Pat
     first = unknown.model_copy(
         update={"label": wrong, "completion": (Message(role="assistant", content=render_completion(None, wrong)),)}
     )
-    found = right_responses(job_of(work), [answered, unknown, first])
+    found = find_right_responses(make_job(work), [answered, unknown, first])
     assert found[0] == traces["s1"]
     assert [row.completion[0].content for row in found[1:]] == [render_completion(None, unknown.gold)]
     assert [row.label for row in found[1:]] == [unknown.gold]
@@ -335,7 +328,7 @@ def test_the_score_aims_at_what_the_recipe_says(
         given.append(found)
         return make_examples(tokenizer, found, limit)
 
-    monkeypatch.setattr("catto.pipeline.kinds.train.make_examples", keep)
+    monkeypatch.setattr("catto.pipeline.prepare_training.make_examples", keep)
     trainer, _ = _trained(made_work(tmp_path, method, **blocks), monkeypatch)
     reads_votes = method != "dpo+replay" and target != "gold"
     assert trainer.args.outcome_target == (target if reads_votes else "gold")
@@ -350,7 +343,7 @@ def test_the_score_aims_at_what_the_recipe_says(
 
 def _rehearsed(method: str, **blocks: Any) -> None:
     recipe = Recipe.model_validate({**RECIPE, "methods": METHODS, "model": {"path": "unused"}, **blocks})
-    rehearse("mine.yaml", [Graph(recipe).trained("witnesses", 0, method, "matched", 1e-4)])
+    rehearse_trainings("mine.yaml", [Graph(recipe).plan_training("witnesses", 0, method, "matched", 1e-4)])
 
 
 REHEARSED = ["sft", "rcft", "dpo+catto", "dpo+outcome", "sft+outcome", "dpo+outcome-pairs", "ipo", "dpo+sft"]
@@ -468,7 +461,7 @@ def test_an_adapter_is_merged_in_fp32(tmp_path: Path) -> None:
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     update = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     expected = (layer.base_layer.weight.float() + layer.scaling["default"] * update.float()).detach()
-    _save(model, tiny_tokenizer(), tmp_path / "model")
+    save_model(model, tiny_tokenizer(), tmp_path / "model")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     torch.testing.assert_close(saved.model.layers[0].self_attn.q_proj.weight.detach(), expected, rtol=0, atol=1e-7)
 
@@ -480,10 +473,10 @@ def test_an_accelerator_computes_in_bf16_whatever_the_weights(
     dtype: str | None, weights: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = made_work(tmp_path, "dpo", model={"path": "unused", "dtype": dtype})
-    assert _start(job_of(work))[0].dtype == weights
-    assert _arguments(job_of(work))["bf16"] is False
+    assert _load_start(make_job(work))[0].dtype == weights
+    assert make_arguments(make_job(work))["bf16"] is False
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert _arguments(job_of(work))["bf16"] is True
+    assert make_arguments(make_job(work))["bf16"] is True
 
 
 def test_the_paper_recipe_keeps_every_update() -> None:

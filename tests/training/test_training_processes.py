@@ -19,7 +19,8 @@ from tiny import tiny_tokenizer
 
 from catto.training.config import CATTOConfig
 from catto.training.examples import Example, make_examples
-from catto.training.trainer import CATTOTrainer, OutcomeStream
+from catto.training.outcome_stream import OutcomeStream
+from catto.training.trainer import CATTOTrainer
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from catto.io.record_files import write_records
 from catto.pipeline.plan import Graph
-from catto.pipeline.stage import Work, place
+from catto.pipeline.stage import Work, stage_dir
 from catto.recipe.settings import Recipe
 
 LIMIT = 60
@@ -55,7 +55,7 @@ def made_work(root: Path, method: str, **blocks: Any) -> Work:
     own = {"methods": METHODS, "small_pairs": 6, "context": LIMIT, "keep": "val_nll", "model": {"path": "unused"}}
     blocks = {"rcft": {"rows": 6, "epochs": 1, "checkpoint_steps": 2, "batch_size": 2}, **blocks}
     recipe = Recipe.model_validate({**RECIPE, **own, **blocks})
-    stage = Graph(recipe).trained("witnesses", 0, method, "matched", 1e-3)
+    stage = Graph(recipe).plan_training("witnesses", 0, method, "matched", 1e-3)
     work = Work(stage, root, root / "out", lambda *_: None)
     work.out.mkdir(parents=True)
     files = {
@@ -66,14 +66,14 @@ def made_work(root: Path, method: str, **blocks: Any) -> Work:
         "traces": {"outcome.jsonl": pairs.sft_rows(4, seed=5)},
     }
     for role, need in stage.needs.items():
-        folder = place(root, need)
+        folder = stage_dir(root, need)
         folder.mkdir(parents=True, exist_ok=True)
         held = "votes" if role == "stream" and "stream" in need.settings.kinds else role
         for name, rows in files.get(held, {}).items():
             write_records(folder / name, rows)
     if "start" in stage.needs:
         start = stage.needs["start"].needs["model 0 seed 0"]
-        tiny_model().save_pretrained(place(root, start) / "model")
-        tiny_tokenizer().save_pretrained(place(root, start) / "model")
+        tiny_model().save_pretrained(stage_dir(root, start) / "model")
+        tiny_tokenizer().save_pretrained(stage_dir(root, start) / "model")
         (work.input("start") / "choice.json").write_text(json.dumps({"model": "model 0 seed 0"}))
     return work

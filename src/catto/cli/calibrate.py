@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say, warn, writable_file
-from catto.cli.display import progress
+from catto.cli.display import show_progress
 from catto.cli.measure import describe_threshold
 from catto.cli.options import (
     ADVANCED,
@@ -27,7 +27,8 @@ from catto.cli.options import (
 from catto.io.record_files import read_manifest
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, MeasureSettings, Summary
+    from catto.answer_columns import GradedAnswers
+    from catto.measure import MeasureSettings, Summary
     from catto.metrics.binning import Floats
     from catto.metrics.calibrators import Calibrator
     from catto.model_calibration import ModelFit
@@ -131,8 +132,8 @@ def apply(
     Examples:
     catto calibrate apply tau.json test.jsonl --out calibrated.jsonl
     """
+    from catto.answer_columns import GradedAnswers
     from catto.calibrate import apply_file, open_fitted
-    from catto.measure import GradedAnswers
 
     writable_file("--out", out, ".jsonl", source=file)
     fitted = open_fitted(calibrator, on)
@@ -222,12 +223,12 @@ def _print_parameters(calibrator: Calibrator) -> None:
 
 def _print_before_and_after(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
     """Print ECE, NLL and Brier score before and after calibration."""
-    from catto.measure import MeasureSettings, explain_missing_interval, summarise
+    from catto.measure import MeasureSettings, explain_missing_interval, summarise_answers
 
     settings = MeasureSettings(metrics=METRICS_SHOWN, seed=seed)
-    with progress("measuring", 2 * settings.steps(len(answers))) as tick:
-        before = summarise(answers, settings, tick)
-        after = summarise(replace(answers, confidence=calibrated), settings, tick)
+    with show_progress("measuring", 2 * settings.steps(len(answers))) as tick:
+        before = summarise_answers(answers, settings, tick)
+        after = summarise_answers(replace(answers, confidence=calibrated), settings, tick)
     if before.warning is not None:
         say(before.warning)
     _print_summaries(str(answers.source), [before, after], settings)

@@ -46,7 +46,7 @@ def refuse(message: str) -> NoReturn:
 
 
 @contextmanager
-def refusing(*kinds: type[Exception], place: str = "") -> Iterator[None]:
+def refuse_errors(*kinds: type[Exception], place: str = "") -> Iterator[None]:
     """Turn errors that the user can fix into one line and exit code 2.
 
     Args:
@@ -152,7 +152,7 @@ def format_number(value: float, percent: bool, signed: bool = False) -> str:
 def format_interval(bounds: HasBounds, percent: bool, signed: bool = False) -> str:
     """Format an interval; a dash if it is undefined.
 
-    >>> from catto.metrics.statistics import Interval
+    >>> from catto.metrics.intervals import Interval
     >>> format_interval(Interval(value=0.03, low=0.019, high=0.044, level=0.95), percent=True)
     '1.9 to 4.4'
     """
@@ -172,7 +172,7 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         refuse(f"{option}: {name} is not one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
-def needs(package: str, extra: str, what: str) -> None:
+def require_package(package: str, extra: str, what: str) -> None:
     """Refuse a feature whose package is missing, and name the extra that installs it."""
     if find_spec(package) is None:
         refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from catto.cli.console import print_json, refuse, refusing, say, show_table
+from catto.cli.console import print_json, refuse, refuse_errors, say, show_table
 from catto.cli.options import (
     ADVANCED,
     INPUT,
@@ -74,7 +74,7 @@ def data(
     catto data mine.yaml --stats
     """
     proposed: dict[str, Any] = {}
-    with refusing():
+    with refuse_errors():
         if questions.file and questions.fields is None:
             files = split_files(questions.file)
             answers = split_answers(questions.answers, files)

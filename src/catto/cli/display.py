@@ -17,9 +17,9 @@ from rich.text import Text
 
 from catto.methods import METHODS
 from catto.pipeline.estimate import stage_seconds
-from catto.pipeline.stage import Stage, done, ordered
+from catto.pipeline.stage import Stage, is_done, list_needed
 
-__all__ = ["Bar", "RunDisplay", "bars", "duration", "progress"]
+__all__ = ["Bar", "RunDisplay", "format_duration", "show_bars", "show_progress"]
 
 # Without a terminal, a line of progress every ten seconds at first, then every twentieth of the elapsed time: a stage
 # of a minute has five lines, one of a day about 140.
@@ -30,10 +30,10 @@ PACE = 3600.0
 LITTLE = 10.0
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a length of time.
 
-    >>> duration(0.4), duration(12), duration(180), duration(7500)
+    >>> format_duration(0.4), format_duration(12), format_duration(180), format_duration(7500)
     ('0.4 s', '12 s', '3 min', '2 h 5 min')
     """
     if seconds < 100:
@@ -48,11 +48,11 @@ class TimeLeft(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Return the text of one bar."""
         seconds = task.time_remaining
-        return Text(task.fields.get("left", f"{duration(seconds)} left" if seconds else ""))
+        return Text(task.fields.get("left", f"{format_duration(seconds)} left" if seconds else ""))
 
 
 @contextmanager
-def bars(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+def show_bars(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
     """Yield the bars of a command, disabled where the stream (stderr by default) is not a terminal."""
     # The stream itself and not the name `stderr`, which is redirected to the log while a stage runs.
     stream = stream or sys.stderr
@@ -72,9 +72,9 @@ def bars(stream: TextIO | None = None, clock: Callable[[], float] = time.monoton
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+def show_progress(title: str, total: int) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step of a short command; without a terminal it shows nothing."""
-    with bars() as shown:
+    with show_bars() as shown:
         task = shown.add_task(title, total=total, note="")
         yield lambda: shown.advance(task)
 
@@ -123,8 +123,8 @@ class RunDisplay:
         self._bars: dict[str, Bar] = {}  # key of a running stage -> its bar
         self._known: dict[str, list[float]] = defaultdict(list)  # sort of stage -> seconds of the finished ones
         self._missing: dict[str, Stage] = {}
-        for stage in ordered(list(goals)):
-            if done(root, stage):
+        for stage in list_needed(list(goals)):
+            if is_done(root, stage):
                 self._learn(stage, stage_seconds(root, stage) or 0.0)
             else:
                 self._missing[stage.key] = stage
@@ -143,7 +143,7 @@ class RunDisplay:
             total += max(0.0, fmean(known) - spent) if known else 0.0
         if not self._missing or (unknown and total < LITTLE):
             return ""
-        return f"{'more than' if unknown else 'about'} {duration(total)} left"
+        return f"{'more than' if unknown else 'about'} {format_duration(total)} left"
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show that a stage starts."""
@@ -165,7 +165,7 @@ class RunDisplay:
             self._learn(stage, seconds)
         if stage.key in self._bars:
             self._shown.remove_task(self._bars.pop(stage.key).id)
-        left, line = self.left(), f"{stage.name}: {outcome} in {duration(seconds)}"
+        left, line = self.left(), f"{stage.name}: {outcome} in {format_duration(seconds)}"
         self._shown.update(self._stages, advance=1, left=left, refresh=True)
         if outcome == "failed" and not self._shown.disable:
             self._shown.console.print(line, markup=False)

@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from catto import __version__
-from catto.cli.console import needs, print_json, say, show_table
+from catto.cli.console import print_json, require_package, say, show_table
 from catto.cli.run import QUIET
 
 __all__ = ["diagnose_installation", "doctor"]
@@ -35,7 +35,7 @@ def doctor(
     """
     state = diagnose_installation()
     if selftest:
-        needs("torch", "train", "--selftest")
+        require_package("torch", "train", "--selftest")
         os.environ.update(QUIET | os.environ)
         from catto.training.selftest import run_selftest
 

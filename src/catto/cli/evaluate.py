@@ -11,7 +11,16 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from catto.cli.console import format_number, needs, refuse, refusing, say, show_table, warn, writable_folder
+from catto.cli.console import (
+    format_number,
+    refuse,
+    refuse_errors,
+    require_package,
+    say,
+    show_table,
+    warn,
+    writable_folder,
+)
 from catto.cli.data import DataDirOption, choose_source
 from catto.cli.display import Bar
 from catto.cli.measure import measure_and_print
@@ -27,7 +36,7 @@ from catto.cli.options import (
     expand_options,
     list_tasks,
 )
-from catto.cli.run import running
+from catto.cli.run import show_run
 from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
 from catto.io.record_files import read_manifest, read_records
@@ -155,7 +164,7 @@ def evaluate(
     chunk = predict.chunk_size(Engine.batch_size if is_server else engine.concurrency, k)
     stored_name = model_name(model) if is_server else model
     expected = {**settings, "engine": engine.engine, "model": stored_name, "chunk": chunk}
-    with refusing(ServerError, ImportError):
+    with refuse_errors(ServerError, ImportError):
         source = choose_source(task, questions)
         loaded = load_questions(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         asked = list(loaded)
@@ -165,7 +174,7 @@ def evaluate(
         if equivalent is not None and has_labels:
             refuse("--equivalent: only for questions without options")
         predict.check_settings(predictions, expected)
-        with running() as shown, ExitStack() as stack:
+        with show_run() as shown, ExitStack() as stack:
             process = None
             if equivalent is not None:
                 process = stack.enter_context(EquivalenceProcess(equivalent))
@@ -206,7 +215,7 @@ def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
     if not is_server and options.base_url is not None:
         refuse("--base-url needs --engine server")
     if options.base_url is not None:
-        with refusing(place="--base-url: "):
+        with refuse_errors(place="--base-url: "):
             server_address(options.base_url)
         from catto.engines.server import ServerEngine
 
@@ -222,9 +231,9 @@ def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
     check_model(model)
     name: Literal["transformers", "vllm"] = "vllm" if options.engine == "vllm" else "transformers"
     if name == "vllm":
-        needs("vllm", "vllm", "--engine vllm")
+        require_package("vllm", "vllm", "--engine vllm")
     else:
-        needs("torch", "train", "--engine transformers")
+        require_package("torch", "train", "--engine transformers")
 
     def load_model() -> Engine:
         check_hub(model)

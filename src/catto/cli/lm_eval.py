@@ -15,9 +15,8 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say, warn
-from catto.cli.display import Bar, progress
+from catto.cli.display import Bar, show_bars, show_progress
 from catto.cli.options import ADVANCED, OUTPUT
-from catto.cli.run import running
 
 if TYPE_CHECKING:
     from catto.integrations.lm_eval import HarnessAnswers, HarnessLog
@@ -35,7 +34,7 @@ def _show_task_folder(wanted: bool) -> None:
 
 
 def lm_eval(
-    arguments: Annotated[list[str], Argument(metavar="ARGS", help="Arguments of `lm_eval run`, after `--`.")],
+    arguments: Annotated[list[str], Argument(metavar="ARGS", help="Arguments of `lm_eval`, after `--`.")],
     out: Annotated[
         Path,
         Option(help="Folder for report.html and, unless ARGS have --output_path, the log.", rich_help_panel=OUTPUT),
@@ -67,7 +66,7 @@ def lm_eval(
     Examples:
     catto lm-eval -- --model hf --model_args pretrained=my-model --tasks mmlu
     catto lm-eval --out page --length-normalised -- --model hf --model_args pretrained=my-model --tasks hellaswag
-    lm_eval run --include_path "$(catto lm-eval --tasks-folder)" --tasks arc_challenge_ece --model hf
+    lm_eval --include_path "$(catto lm-eval --tasks-folder)" --tasks arc_challenge_ece --model hf
     """
     if find_spec("lm_eval") is None:
         refuse('catto lm-eval needs lm_eval: pip install "lm_eval[hf]"')
@@ -85,7 +84,7 @@ def lm_eval(
     if len(written) != 1:
         refuse(f"{log_folder}: expected one new file of results, found {len(written)}")
     [results] = written
-    with console.refusing():
+    with console.refuse_errors():
         log = read_log(results, length_normalised=length_normalised)
     for problem in log.problems:
         warn(problem)
@@ -106,12 +105,12 @@ def _is_helper_process() -> bool:
 
 def _measure_parts(log: HarnessLog) -> list[Summary]:
     """Measure every part, with a progress bar."""
-    from catto.measure import MeasureSettings, summarise
+    from catto.measure import MeasureSettings, summarise_answers
 
     settings = MeasureSettings(METRICS_SHOWN)
     steps = sum(settings.steps(len(part.answers)) for part in log.parts)
-    with progress("measuring", steps) as tick:
-        return [summarise(part.answers, settings, tick) for part in log.parts]
+    with show_progress("measuring", steps) as tick:
+        return [summarise_answers(part.answers, settings, tick) for part in log.parts]
 
 
 def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
@@ -135,21 +134,21 @@ def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
 
 
 def _print_verdicts(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary]) -> None:
-    from catto.measure import verdict
+    from catto.measure import describe_verdict
 
     for part, summary in zip(parts, summaries, strict=True):
-        say(f"{part.name}: {verdict(summary)}")
+        say(f"{part.name}: {describe_verdict(summary)}")
         console.warn_few(summary.questions or summary.rows, part.name, "intervals are too narrow", "question")
 
 
 def _write_numbers(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary], path: Path) -> Path:
     """Write the numbers of every part as JSON; the page has those of the groups, but not of their tasks."""
     from catto.io.atomic import write_text
-    from catto.measure import jsonable, verdict
+    from catto.measure import describe_verdict, jsonable
 
     document = {}
     for part, summary in zip(parts, summaries, strict=True):
-        document[part.name] = {"tasks": list(part.tasks), **jsonable(summary), "verdict": verdict(summary)}
+        document[part.name] = {"tasks": list(part.tasks), **jsonable(summary), "verdict": describe_verdict(summary)}
     write_text(path, json.dumps(document, indent=1) + "\n")
     return path
 
@@ -157,13 +156,13 @@ def _write_numbers(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary]
 def _write_page(log: HarnessLog, out: Path) -> Path:
     from catto.formats.columns import ColumnNames
     from catto.integrations.lm_eval import list_page_rows
-    from catto.report.build import build, results_of_files
+    from catto.report.build import build_report, results_of_files
 
-    with console.refusing(), running() as shown, tempfile.TemporaryDirectory() as folder:
+    with console.refuse_errors(), show_bars() as shown, tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.jsonl"
         with answers.open("w", encoding="utf-8") as file:
             for row in list_page_rows(log):
                 file.write(json.dumps(row) + "\n")
         results = results_of_files({log.model: answers}, ColumnNames(), out)
         bar = Bar(shown, "page")
-        return build(results, out, out, lambda done, total: bar.update(done, total, ""))
+        return build_report(results, out, out, lambda done, total: bar.update(done, total, ""))

@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from catto.cli import console
 from catto.cli.console import format_interval, format_number, refuse, say
-from catto.cli.display import progress
+from catto.cli.display import show_progress
 from catto.cli.options import (
     ADVANCED,
     INPUT,
@@ -29,7 +29,8 @@ from catto.cli.options import (
 from catto.recipe.settings import MOST_BINS, MOST_RESAMPLES
 
 if TYPE_CHECKING:
-    from catto.measure import GradedAnswers, MeasureSettings, Summary
+    from catto.answer_columns import GradedAnswers
+    from catto.measure import MeasureSettings, Summary
     from catto.metrics.catalogue import Versus
     from catto.metrics.errors import BrierSplit
 
@@ -118,12 +119,13 @@ def measure(
     catto measure predictions.jsonl --by task --unparsed wrong
     catto measure validation.jsonl --target-risk 0.05 --brier-split
     """
-    from catto.measure import MeasureSettings, read_graded
+    from catto.answer_columns import read_graded
+    from catto.measure import MeasureSettings
     from catto.metrics import catalogue, errors, risk
 
     if figure is not None:
         console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
-    with console.refusing(place="--metrics: "):
+    with console.refuse_errors(place="--metrics: "):
         settings = MeasureSettings(catalogue.parse_metrics(metrics), bins, resamples, level, method, seed)
     names = columns.column_names(by=by, positive=positive)
     answers = read_graded(file, names, columns.unparsed)
@@ -164,7 +166,8 @@ def measure(
 
 def measure_and_print(file: Path) -> None:
     """Measure a file of predictions with default settings and print the result, as `catto measure FILE` does."""
-    from catto.measure import MeasureSettings, read_graded
+    from catto.answer_columns import read_graded
+    from catto.measure import MeasureSettings
 
     measured = measure_slices(file, read_graded(file), MeasureSettings())
     _warn_of_few_questions(measured)
@@ -213,15 +216,17 @@ def measure_slices(
         settings: What to measure.
         by: The column that defines the slices.
     """
-    from catto.measure import summarise
+    from catto.measure import summarise_answers
 
     steps = settings.steps(len(answers))
     slices = answers.slices()
     for part in slices.values():
         steps += settings.steps(len(part))
-    with progress("measuring", steps) as tick:
-        whole = MeasuredSlice(file.name, answers, summarise(answers, settings, tick))
-        measured = [MeasuredSlice(title, part, summarise(part, settings, tick)) for title, part in slices.items()]
+    with show_progress("measuring", steps) as tick:
+        whole = MeasuredSlice(file.name, answers, summarise_answers(answers, settings, tick))
+        measured = [
+            MeasuredSlice(title, part, summarise_answers(part, settings, tick)) for title, part in slices.items()
+        ]
     return MeasuredFile(file, whole, by, measured)
 
 
@@ -229,7 +234,7 @@ def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: Mea
     from catto.measure import compare_runs
     from catto.metrics.catalogue import correct_p_values
 
-    with progress("comparing", 2 * settings.draws(len(answers))) as tick:
+    with show_progress("comparing", 2 * settings.draws(len(answers))) as tick:
         compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
     has_forced = False
     for part in (answers, other):
@@ -280,11 +285,11 @@ def _to_json(value: Any) -> Any:
 
 
 def _make_document(measured: MeasuredFile, unparsed: str) -> dict[str, Any]:
-    from catto.measure import verdict
+    from catto.measure import describe_verdict
 
     whole = measured.whole.summary
     document = {"warning": whole.warning, "file": str(measured.file), "unparsed": unparsed, **_to_json(whole)}
-    document["verdict"] = verdict(whole)
+    document["verdict"] = describe_verdict(whole)
     if measured.by is not None:
         values = {}
         for part in measured.slices:
@@ -304,10 +309,10 @@ def _comparison_document(comparison: FileComparison) -> dict[str, Any]:
 
 
 def _describe_whole(whole: Summary) -> list[str]:
-    from catto.measure import explain_missing_interval, verdict
+    from catto.measure import describe_verdict, explain_missing_interval
 
     sentences = explain_missing_interval(whole)
-    judgement = verdict(whole)
+    judgement = describe_verdict(whole)
     if judgement is None:
         return sentences
     return [judgement, *sentences]
@@ -416,7 +421,7 @@ def _interval_title(settings: MeasureSettings) -> str:
 def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> None:
     """Print the table of differences and what its marks mean."""
     from catto.metrics.catalogue import METRICS
-    from catto.metrics.statistics import ALPHA
+    from catto.metrics.comparisons import ALPHA
 
     settings = measured.whole.summary.settings
     rows = []

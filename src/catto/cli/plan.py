@@ -10,14 +10,14 @@ from typing import Annotated, Literal, NamedTuple
 from typer import Option
 
 from catto.cli import console
-from catto.cli.display import duration
+from catto.cli.display import format_duration
 from catto.cli.options import OUTPUT
-from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, folder, read_recipe
+from catto.cli.run import OutOption, RecipeArgument, SeedsOption, SetOption, choose_folder, read_recipe
 from catto.io.atomic import write_text
 from catto.methods import METHODS
 from catto.pipeline import run as runner
 from catto.pipeline.estimate import PlanEstimate, stage_group, stage_seconds
-from catto.pipeline.plan import Graph, freeze
+from catto.pipeline.plan import Graph, store_recipe
 from catto.pipeline.stage import Stage
 from catto.recipe.settings import Recipe
 
@@ -52,10 +52,10 @@ def plan(
     catto plan paper --export slurm
     """
     chosen = read_recipe(recipe, sets, seeds)
-    root = folder(chosen, out)
+    root = choose_folder(chosen, out)
     graph = Graph(chosen)
     stages = []
-    for stage, standing in runner.plan(root, [graph.report()]):
+    for stage, standing in runner.list_states(root, [graph.plan_report()]):
         stages.append(PlannedStage(stage, standing, stage_seconds(root, stage)))
     missing = [planned.stage for planned in stages if planned.standing != "done"]
     if export is not None:
@@ -69,18 +69,18 @@ def plan(
     _print_stages(root, stages)
     for line in PlanEstimate(chosen).describe_missing(missing):
         console.say(line)
-    has_several_rates = any(name in METHODS and len(graph.rates(name)) > 1 for name in chosen.methods)
+    has_several_rates = any(name in METHODS and len(graph.list_learning_rates(name)) > 1 for name in chosen.methods)
     if chosen.lr_choice == "mean" and len(chosen.seeds) > 1 and has_several_rates:
         console.say("lr_choice mean: a rate is chosen by its mean over seeds, so choices wait for every seed.")
 
 
 def _export_stages(root: Path, recipe: Recipe, missing: list[Stage], export: Exported) -> None:
-    from catto.pipeline.export import makefile, slurm
+    from catto.pipeline.export import format_makefile, format_slurm_scripts
 
-    write_scripts = slurm if export == "slurm" else makefile
-    with console.refusing(place="--export: "):
+    write_scripts = format_slurm_scripts if export == "slurm" else format_makefile
+    with console.refuse_errors(place="--export: "):
         scripts = write_scripts(root, recipe, missing)
-    freeze(root, recipe)
+    store_recipe(root, recipe)
     command = "make -j 2 -k -f"
     script = "Makefile"
     if export == "slurm":
@@ -120,5 +120,5 @@ def _count_standings(name: str, members: list[PlannedStage]) -> list[str]:
     counts = Counter(planned.standing for planned in members)
     spent = "-"
     if counts["done"]:
-        spent = duration(sum(planned.seconds or 0.0 for planned in members))
+        spent = format_duration(sum(planned.seconds or 0.0 for planned in members))
     return [name, *(str(counts[standing]) for standing in STANDINGS), spent]

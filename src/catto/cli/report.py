@@ -12,7 +12,7 @@ from catto.cli import console
 from catto.cli.console import check_name, refuse, say
 from catto.cli.display import Bar
 from catto.cli.options import INPUT, OUTPUT, ColumnOptions, expand_options
-from catto.cli.run import running
+from catto.cli.run import show_run
 
 
 @expand_options
@@ -40,18 +40,18 @@ def report(
     catto report before=eval-1/predictions.jsonl after=eval-2/predictions.jsonl --baseline before
     catto report a.csv b.csv --confidence p --prediction answer --gold truth --question item
     """
-    from catto.report.build import build, results_of_files
+    from catto.report.build import build_report, results_of_files
 
     models = _name_models(files)
     if baseline is not None:
         check_name("--baseline", baseline, models)
     console.writable_folder("--out", out)
-    with console.refusing(), running() as shown:
+    with console.refuse_errors(), show_run() as shown:
         results = results_of_files(
             models, columns.column_names(), out, task=task, unparsed=columns.unparsed, baseline=baseline
         )
         bar = Bar(shown, "measuring")
-        page = build(results, out, out, lambda done, total: bar.update(done, total, ""))
+        page = build_report(results, out, out, lambda done, total: bar.update(done, total, ""))
     say(f"Wrote {page}.")
 
 

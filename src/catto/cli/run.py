@@ -19,23 +19,25 @@ from rich.progress import Progress
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.display import Bar, RunDisplay, bars, progress
+from catto.cli.display import Bar, RunDisplay, show_bars, show_progress
 from catto.cli.options import Seed
 from catto.errors import DataError, join_names
 from catto.io.atomic import write_text
 from catto.pipeline import run as runner
-from catto.pipeline.stage import Stage, account, check, done, finished, ordered, place
+from catto.pipeline.stage import Stage, check_stage, is_done, list_finished, list_needed, read_done, stage_dir
 from catto.recipe.settings import Recipe
 
 
-def recipes() -> dict[str, Path]:
+def list_recipes() -> dict[str, Path]:
     """Return the shipped recipes. The shell completes a recipe to their names; where none fits, it offers files."""
-    from catto.recipe.load import shipped
+    from catto.recipe.load import find_shipped_recipes
 
-    return shipped()
+    return find_shipped_recipes()
 
 
-RecipeArgument = Annotated[str, Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=recipes)]
+RecipeArgument = Annotated[
+    str, Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=list_recipes)
+]
 OutOption = Annotated[Path | None, Option(help="The experiment's folder.", show_default="runs/<name>")]
 SetOption = Annotated[
     list[str] | None, Option("--set", help="Override a setting: evaluation.bins=15. May be repeated.")
@@ -53,14 +55,14 @@ QUIET = {
 }
 
 
-def folder(recipe: Recipe, out: Path | None) -> Path:
+def choose_folder(recipe: Recipe, out: Path | None) -> Path:
     """Return the experiment's folder; refuse one that cannot be written to before anything runs."""
     root = Path("runs") / recipe.name if out is None else out
     console.writable_folder("--out", root)
     return root
 
 
-def go(
+def run_missing(
     source: str,
     recipe: Recipe,
     root: Path,
@@ -73,29 +75,29 @@ def go(
 
     execute: takes root, recipe, goals and display, and runs the stages elsewhere than here.
     """
-    from catto.pipeline.plan import check_places, freeze
+    from catto.pipeline.plan import check_places, store_recipe
 
     refuse_windows()
     check_places(source, recipe)
     for stage in runner.set_damaged_aside(root, goals) if repair else ():
         console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
-    missing = [stage for stage in ordered(list(goals)) if not done(root, stage)]
+    missing = [stage for stage in list_needed(list(goals)) if not is_done(root, stage)]
     training = [stage for stage in missing if stage.kind == "train"]
     if training:
-        console.needs("torch", "train", "training")  # known now, before a teacher is paid
+        console.require_package("torch", "train", "training")  # known now, before a teacher is paid
     if recipe.evaluation.engine == "vllm" and any(stage.kind in ("generated", "sampled") for stage in missing):
-        console.needs("vllm", "vllm", f"{source}: evaluation.engine vllm")
-    with running() as shown:
+        console.require_package("vllm", "vllm", f"{source}: evaluation.engine vllm")
+    with show_run() as shown:
         if training and execute is None:  # elsewhere are other devices and libraries
-            with console.refusing(ImportError):  # such as a version of TRL that is not supported
-                from catto.pipeline.kinds.train import rehearse
+            with console.refuse_errors(ImportError):  # such as a version of TRL that is not supported
+                from catto.pipeline.rehearsal import rehearse_trainings
 
-            rehearse(source, training)
-        freeze(root, recipe)
+            rehearse_trainings(source, training)
+        store_recipe(root, recipe)
         display = RunDisplay(shown, root, goals)
         if retry_refused:
             runner.forget_refused(root, goals)
-        outcome = execute(root, recipe, goals, display) if execute else runner.run(root, goals, display)
+        outcome = execute(root, recipe, goals, display) if execute else runner.run_goals(root, goals, display)
     for stage, refused in runner.refused_stages(root, goals):
         console.warn(f"{stage.name}: {len(refused)} requests were refused and are left out; --retry-refused asks again")
     for problem, log in outcome.failed.items():
@@ -113,11 +115,11 @@ def refuse_windows() -> None:
 
 
 @contextmanager
-def running() -> Iterator[Progress]:
+def show_run() -> Iterator[Progress]:
     """Yield the bars of a run that can be interrupted, with the libraries' own ones switched off."""
     os.environ.update(QUIET | os.environ)
     try:
-        with bars() as shown:
+        with show_bars() as shown:
             yield shown
     except KeyboardInterrupt:
         console.warn("interrupted; the same command resumes from here")
@@ -161,19 +163,19 @@ def run(
     read, execute = read_recipe(recipe, sets, seeds), None
     if address is not None and on != "ray":
         console.refuse("--address: needs --on ray")
-    root, goal = folder(read, out), Graph(read).report()
+    root, goal = choose_folder(read, out), Graph(read).plan_report()
     if on == "ray":
-        console.needs("ray", "ray", "--on ray")
+        console.require_package("ray", "ray", "--on ray")
         from catto.pipeline import ray as ray_runner
 
-        execute = partial(ray_runner.run, address=address)
-    go(recipe, read, root, [goal], retry_refused, repair, execute)
-    report, first = place(root, goal), root / "report.html"
+        execute = partial(ray_runner.run_on_ray, address=address)
+    run_missing(recipe, read, root, [goal], retry_refused, repair, execute)
+    report, first = stage_dir(root, goal), root / "report.html"
     if (numbers := store.read_numbers(report / "numbers.json")) is not None:  # None: of another version
         headline = write_headline(numbers)
         for line in (headline.answer, *headline.warnings):
             console.say(line)
-        console.print_table(render.terminal(tables.build_summary(numbers)))
+        console.print_table(render.render_terminal(tables.build_summary(numbers)))
     # The one-file page is copied to where it is found first.
     write_text(first, _page_for_folder(report))
     console.say(f"Report: {first}")
@@ -206,14 +208,14 @@ def stage(
 
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
-    if missing := runner.unseen(folder, wanted.needs.values(), wanted.name):
+    if missing := runner.wait_for_stages(folder, wanted.needs.values(), wanted.name):
         console.refuse(f"{wanted.name} needs what is not done: {join_names(missing)}")
-    if done(folder, wanted):
+    if is_done(folder, wanted):
         console.say(f"{wanted.name}: done already")
         return
     if wanted.kind == "train":
-        console.needs("torch", "train", "training")
-    with running() as shown:
+        console.require_package("torch", "train", "training")
+    with show_run() as shown:
         ending = runner.run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
     if ending.outcome == "failed":
         console.warn(f"{wanted.name}: {ending.problem}; its log: {ending.log}")
@@ -236,16 +238,16 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
     """
     if not (folder / "stages").is_dir():
         console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
-    stages = finished(folder)
+    stages = list_finished(folder)
     damaged, sizes = list[str](), list[int]()
-    with progress("verifying", len(stages)) as step:
+    with show_progress("verifying", len(stages)) as step:
         for stage in stages:
             try:
-                check(stage, contents=True)
+                check_stage(stage, contents=True)
             except DataError as error:
                 damaged.append(str(error))
             else:
-                sizes += [size for size, _ in account(stage)["files"].values()]
+                sizes += [size for size, _ in read_done(stage)["files"].values()]
             step()
     whole_stages = len(stages) - len(damaged)
     damaged += _damage_outside_stages(folder)
@@ -259,12 +261,12 @@ def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such a
 
 def _damage_outside_stages(folder: Path) -> list[str]:
     """Return what is wrong with the stored recipes and with the copy of the report's page."""
-    from catto.pipeline.plan import read_stored
+    from catto.pipeline.plan import read_stored_recipe
 
     problems = []
     for path in sorted((folder / "recipes").glob("*.json")):
         try:
-            read_stored(path)
+            read_stored_recipe(path)
         except DataError as error:
             problems.append(str(error))
     copied = folder / "report.html"
@@ -281,13 +283,13 @@ def _damage_outside_stages(folder: Path) -> list[str]:
 
 
 app = typer.Typer(no_args_is_help=True, help="List, show and copy the shipped recipes.")
-NameArgument = Annotated[str, Argument(help="As in `catto recipe list`.", autocompletion=recipes)]
+NameArgument = Annotated[str, Argument(help="As in `catto recipe list`.", autocompletion=list_recipes)]
 PathArgument = Annotated[Path | None, Argument(help="Where to.", show_default="NAME.yaml")]
 
 
-def _shipped(name: str) -> Path:
-    console.check_name("recipe", name, recipes())
-    return recipes()[name]
+def _find_shipped(name: str) -> Path:
+    console.check_name("recipe", name, list_recipes())
+    return list_recipes()[name]
 
 
 @app.command("list")
@@ -297,7 +299,7 @@ def names() -> None:
     Examples:
     catto recipe list
     """
-    for name, path in recipes().items():
+    for name, path in list_recipes().items():
         lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
         comment = " ".join(line.removeprefix("#").strip() for line in lines)
         console.say(f"{name:12s} {comment.partition('. ')[0].rstrip('.')}")
@@ -310,7 +312,7 @@ def show(name: NameArgument) -> None:
     Examples:
     catto recipe show quickstart
     """
-    console.say(_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
+    console.say(_find_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
 
 
 @app.command()
@@ -320,7 +322,7 @@ def copy(name: NameArgument, path: PathArgument = None) -> None:
     Examples:
     catto recipe copy quickstart mine.yaml
     """
-    source, path = _shipped(name), path or Path(f"{name}.yaml")
+    source, path = _find_shipped(name), path or Path(f"{name}.yaml")
     if path.is_dir():
         path /= source.name
     if path.exists():

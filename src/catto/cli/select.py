@@ -18,8 +18,8 @@ from catto.recipe.settings import MOST_SAMPLES
 from catto.records import ConfidenceKind, FinalAnswer, Prediction, Protocol
 
 if TYPE_CHECKING:
+    from catto.answer_columns import ParseCounts
     from catto.calibrate import Fitted
-    from catto.measure import ParseCounts
     from catto.metrics.selection import Selected
 
 MOST_CONFIDENT = "most confident"
@@ -82,8 +82,9 @@ def select(
     catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
     from catto.answer.equivalence_process import EquivalenceProcess
+    from catto.answer_columns import ParseCounts
     from catto.elicit import choose_kind, merge_predictions
-    from catto.measure import ParseCounts, jsonable
+    from catto.measure import jsonable
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
 
@@ -97,9 +98,9 @@ def select(
     predictions = _read_samples(file, refused)
     written = ""
     if equivalent is not None:
-        with console.refusing(), EquivalenceProcess(equivalent) as process:
+        with console.refuse_errors(), EquivalenceProcess(equivalent) as process:
             predictions = merge_predictions(predictions, process)
-    with console.refusing(place=f"{file}: "):
+    with console.refuse_errors(place=f"{file}: "):
         if kind is not None:
             predictions = choose_kind(predictions, kind)
         if fit_tau is not None:
@@ -259,7 +260,7 @@ def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
 
 def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | None:
     """Return what a response without an answer became: a label, none, or None if all had one."""
-    forced = [row.choice for row in rows if row.source == "fallback"]
+    forced = [row.choice for row in rows if row.is_forced]
     if not forced:
         return None
     if None in forced:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from catto.cli.console import check_name, needs, refuse, refusing, say, warn, writable_file
+from catto.cli.console import check_name, refuse, refuse_errors, require_package, say, warn, writable_file
 from catto.cli.data import choose_source
 from catto.cli.options import ADVANCED, INPUT, MODEL, OUTPUT, Real, expand_options, list_tasks
 from catto.engines.replies import ServerError
@@ -164,7 +164,7 @@ def serve(
     catto serve --upstream http://localhost:8000/v1 --task mmlu --k 5 --temperature 1 --stop 0.95
     """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
-        needs(package, "serve", "catto serve")
+        require_package(package, "serve", "catto serve")
     from catto.model_calibration import has_calibrator
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run_gateway
@@ -222,7 +222,7 @@ class ServedTask:
 
 
 def _find_task(task: str) -> ServedTask:
-    with refusing(place="--task: "):
+    with refuse_errors(place="--task: "):
         source = choose_source(task)
     if isinstance(source, str):
         check_name("--task", source, TASKS)
@@ -296,7 +296,7 @@ def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions)
     """Find the model on the upstream server, and find out what the server can do."""
     from catto.engines.server import ServerEngine
 
-    with refusing(ServerError, place="--upstream: "):
+    with refuse_errors(ServerError, place="--upstream: "):
         engine = ServerEngine(
             upstream,
             model or "",
@@ -350,7 +350,7 @@ def _report_alarm(log: FeedbackLog) -> None:
 
 def _find_port(host: str, port: int) -> int:
     """Refuse an address that cannot be used, before anything is loaded; replace port 0 by a free one."""
-    with refusing(OSError, place=f"--host {host} --port {port}: "):
+    with refuse_errors(OSError, place=f"--host {host} --port {port}: "):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as probe:
             return int(probe.getsockname()[1])

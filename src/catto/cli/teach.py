@@ -11,13 +11,13 @@ from typing import Annotated
 from typer import Option
 
 from catto import teacher
-from catto.cli.console import check_name, refusing, say
+from catto.cli.console import check_name, refuse_errors, say
 from catto.cli.data import override_task
 from catto.cli.options import INPUT, OUTPUT, QuestionFileOptions, expand_options
-from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, folder, go
+from catto.cli.run import OutOption, RecipeArgument, RetryOption, SetOption, choose_folder, run_missing
 from catto.pipeline.attempts import attempt_folders
-from catto.pipeline.kinds.steps import questions_of, read_questions
-from catto.pipeline.stage import Stage, done, place
+from catto.pipeline.kinds.questions import load_split, read_questions
+from catto.pipeline.stage import Stage, is_done, stage_dir
 from catto.recipe.settings import TeacherSettings
 from catto.teacher.responses import Estimate
 
@@ -58,7 +58,7 @@ def teach(
     task = chosen.name
     read = open_recipe(recipe, chosen.overrides)
     check_places(recipe, read)
-    root = folder(read, out)
+    root = choose_folder(read, out)
     graph = Graph(read)
     if task is not None:
         check_name("--task", task, read.tasks)
@@ -66,20 +66,20 @@ def teach(
     tasks = list(read.tasks) if only_task is None else [only_task]
     goals: dict[str, Stage] = {}  # by the title of what is printed
     for name in tasks:
-        goals[name] = graph.teacher(name)
-        for seed, pairs in graph.measured_pairs(name).items():
+        goals[name] = graph.plan_teacher_rows(name)
+        for seed, pairs in graph.find_measured_pairs(name).items():
             goals[f"{name}, held-out pairs of seed {seed}"] = pairs
     if dry_run:
         for title, goal in goals.items():
             stage = goal.needs["responses"]
-            with refusing(place=f"{title}: "):
+            with refuse_errors(place=f"{title}: "):
                 estimate = _estimate_requests(root, stage, read.own_teacher, retry_refused)
             for line in estimate.lines():
                 say(f"{title}: {line}")
         return
-    go(recipe, read, root, list(goals.values()), retry_refused)
+    run_missing(recipe, read, root, list(goals.values()), retry_refused)
     for title, goal in goals.items():
-        rows = place(root, goal)
+        rows = stage_dir(root, goal)
         say(f"{title}: {rows}")
         for line in teacher.Yield.model_validate_json((rows / "yield.json").read_text(encoding="utf-8")).lines():
             say(f"  {line}")
@@ -90,11 +90,11 @@ def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, retr
     asked = stage.needs["questions"]
     begun = attempt_folders(root, stage)
     stored = begun[-1] if begun else None
-    if done(root, stage):
-        stored = place(root, stage)
-    if done(root, asked):
-        questions = read_questions(place(root, asked) / f"{stage.settings.split}.jsonl")
+    if is_done(root, stage):
+        stored = stage_dir(root, stage)
+    if is_done(root, asked):
+        questions = read_questions(stage_dir(root, asked) / f"{stage.settings.split}.jsonl")
     else:
-        questions, _ = questions_of(asked.settings)
+        questions, _ = load_split(asked.settings)
     as_training = [question.model_copy(update={"split": "train"}) for question in questions]  # which alone are asked
     return teacher.dry_run(as_training, None, settings, stored, retry_refused=retry_refused)

@@ -9,9 +9,9 @@ from typer import Option
 from catto.cli.console import check_name, refuse, say
 from catto.cli.data import override_task
 from catto.cli.options import ADVANCED, INPUT, QuestionFileOptions, Seed, expand_options
-from catto.cli.run import OutOption, RecipeArgument, SetOption, folder, go
+from catto.cli.run import OutOption, RecipeArgument, SetOption, choose_folder, run_missing
 from catto.methods import METHODS, Budget, strip_scaling
-from catto.pipeline.stage import chosen, place
+from catto.pipeline.stage import resolve_choice, stage_dir
 
 __all__ = ["train"]
 
@@ -73,9 +73,9 @@ def train(
         refuse(f"--task: the recipe has several, name one of {', '.join(read.tasks)}")
     task = task or read.train_on or next(iter(read.tasks))
     check_name("--task", task, read.tasks)
-    root = folder(read, out)
-    goal = Graph(read).chosen(task, seed, method, budget)
-    go(recipe, read, root, [goal])
-    trained = chosen(root, goal)
+    root = choose_folder(read, out)
+    goal = Graph(read).plan_choice(task, seed, method, budget)
+    run_missing(recipe, read, root, [goal])
+    trained = resolve_choice(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
-    say(str(place(root, trained) / "model"))
+    say(str(stage_dir(root, trained) / "model"))

@@ -147,7 +147,9 @@ def read_inspect(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
     stated_confidence = metadata.get("confidence")
     if stated_confidence is not None:
         answer["confidence"] = stated_confidence
-        return answer | {name: metadata[name] for name in STATED_WITH_CONFIDENCE if name in metadata}
+        if metadata.get("source") in ("free", "plain", "fallback"):  # catto's own scorer
+            answer |= {name: metadata[name] for name in STATED_WITH_CONFIDENCE if name in metadata}
+        return answer
     tokens = _find_reply_tokens(record)
     if tokens:
         labels = _list_choice_labels(record) or [str(score.get("answer"))]

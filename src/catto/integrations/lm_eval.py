@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from catto.answer_columns import GradedAnswers, read_graded
 from catto.errors import DataError
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames
 from catto.formats.lm_eval import read_choice
-from catto.measure import GradedAnswers, read_graded
 from catto.metrics.errors import ece
 from catto.metrics.ranking import auroc
 
@@ -53,16 +53,13 @@ def run_harness(arguments: Sequence[str], log: Path) -> int:
     """Run `lm_eval` with the user's arguments in a process of its own, with a log of its samples.
 
     Args:
-        arguments: Arguments of `lm_eval run`.
+        arguments: Arguments of `lm_eval`.
         log: The folder of its log, or a name ending in .json, as the harness's `--output_path` takes it.
 
     Returns:
         The exit code of the harness.
     """
-    given = list(arguments)
-    if given[:1] != ["run"]:
-        given.insert(0, "run")
-    command = [sys.executable, "-m", "lm_eval", *given, "--log_samples", "--output_path", str(log)]
+    command = [sys.executable, "-m", "lm_eval", *arguments, "--log_samples", "--output_path", str(log)]
     return subprocess.run(command, check=False).returncode
 
 

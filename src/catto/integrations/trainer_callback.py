@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from transformers import TrainerCallback
 
-from catto.measure import MeasureSettings, ParseCounts, measure_runs
+from catto.answer_columns import ParseCounts
+from catto.measure import MeasureSettings, measure_runs
 from catto.metrics.binning import Bools, Floats, reliability
-from catto.metrics.statistics import Answers
+from catto.metrics.resampling import Answers
 from catto.predict import evaluate_model
 from catto.prompts import check_ids
 from catto.records import Prediction, Question
@@ -105,7 +106,7 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
             max_tokens=self.max_tokens,
         )
         record = make_log(
-            read_predictions(predictions), step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir)
+            gather_logged_answers(predictions), step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir)
         )
         named = record.with_prefix(PREFIX)
         metrics = kwargs.get("metrics")
@@ -140,12 +141,12 @@ class ValidationReliability(TrainerCallback):  # type: ignore[misc]
         if answers is None or not state.is_world_process_zero or state.global_step == self.logged_step:
             return
         self.logged_step = state.global_step
-        measured = MeasuredAnswers(answers.confidence, answers.correct, None)
+        measured = LoggedAnswers(answers.confidence, answers.correct, None)
         record = make_log(measured, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
         send_to_trackers(record, args.report_to)
 
 
-class MeasuredAnswers(NamedTuple):
+class LoggedAnswers(NamedTuple):
     """What is logged of N answers.
 
     Attributes:
@@ -159,14 +160,14 @@ class MeasuredAnswers(NamedTuple):
     sources: ParseCounts | None
 
 
-def read_predictions(predictions: Sequence[Prediction]) -> MeasuredAnswers:
+def gather_logged_answers(predictions: Sequence[Prediction]) -> LoggedAnswers:
     """Return predictions as columns."""
     confidence = np.array([prediction.confidence for prediction in predictions], dtype=np.float64)
     correct = np.array([prediction.is_correct for prediction in predictions], dtype=np.bool_)
-    return MeasuredAnswers(confidence, correct, ParseCounts.of(prediction.source for prediction in predictions))
+    return LoggedAnswers(confidence, correct, ParseCounts.of(prediction.source for prediction in predictions))
 
 
-def make_log(answers: MeasuredAnswers, *, step: int, bins: int, output_dir: Path) -> ReliabilityLog:
+def make_log(answers: LoggedAnswers, *, step: int, bins: int, output_dir: Path) -> ReliabilityLog:
     """Measure answers and draw their reliability diagram.
 
     Args:

@@ -31,7 +31,7 @@ BLOCK = 1 << 14
 
 
 @keep_last
-def checked(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
+def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
     """Return both columns as float64 and bool.
 
     Args:
@@ -44,10 +44,10 @@ def checked(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
     Raises:
         ValueError: A value is outside its range; the message names the first such row.
 
-    >>> checked([0.5, 1], [1, 0])[1].tolist()
+    >>> check_columns([0.5, 1], [1, 0])[1].tolist()
     [True, False]
     """
-    c = checked_confidence(confidence)
+    c = check_confidence(confidence)
     z = _as_column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
     if z.dtype.kind != "b":
         bad = (z != 0) & (z != 1)
@@ -59,13 +59,13 @@ def checked(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
     return c, z.astype(np.bool_, copy=False)
 
 
-def checked_confidence(confidence: ArrayLike) -> Floats:
+def check_confidence(confidence: ArrayLike) -> Floats:
     """Return the confidences as float64, or raise a ValueError that names the first bad row.
 
     Args:
         confidence: (N,) numbers in [0, 1], N >= 1.
 
-    >>> checked_confidence([0, 1]).tolist()
+    >>> check_confidence([0, 1]).tolist()
     [0.0, 1.0]
     """
     column = _as_column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]")
@@ -79,14 +79,14 @@ def checked_confidence(confidence: ArrayLike) -> Floats:
 
 
 @keep_last
-def checked_weight(weight: ArrayLike, rows: int) -> Floats:
+def check_weight(weight: ArrayLike, rows: int) -> Floats:
     """Return the weights as float64, or raise a ValueError.
 
     Args:
         weight: (N,) or (R, N) finite numbers of at least 0, not all of them 0.
         rows: N.
 
-    >>> checked_weight([2, 0], rows=2).tolist()
+    >>> check_weight([2, 0], rows=2).tolist()
     [2.0, 0.0]
     """
     w = np.asarray(weight)
@@ -147,7 +147,7 @@ def mean_score(score: Floats | Bools, weight: ArrayLike | None) -> Score:
     """
     if weight is None:
         return float(score.mean())
-    w = checked_weight(weight, len(score))
+    w = check_weight(weight, len(score))
     return to_score((w @ score) / total_weight(w))
 
 
@@ -304,7 +304,7 @@ def reliability(
     [2, 1]
     """
     if weight is None:
-        c, z = checked(confidence, correct)
+        c, z = check_columns(confidence, correct)
         return _count_bins(c, z, bin_edges(c, bins, strategy))
     groups = group_rows(confidence, correct, weight)
     if strategy == "mass" and groups.count.ndim > 1:
@@ -394,10 +394,10 @@ def group_rows(
     >>> group_rows([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
     [1.0, 1.0]
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     if weight is None:
         return _group_counts(c, z)
-    w = checked_weight(weight, len(c))
+    w = check_weight(weight, len(c))
     if not _is_rising(c):
         order = np.argsort(c, kind="stable")
         c = c[order]

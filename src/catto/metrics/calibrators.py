@@ -18,8 +18,8 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from catto.errors import DataError, data_errors_at, join_names, shorten_text
 from catto.io.text_files import read_json
-from catto.metrics.binning import Floats, Ints, bin_edges, bin_index, checked, checked_confidence, reliability
-from catto.metrics.errors import EPSILON, checked_gold
+from catto.metrics.binning import Floats, Ints, bin_edges, bin_index, check_columns, check_confidence, reliability
+from catto.metrics.errors import EPSILON, check_gold
 from catto.records import Record
 
 # Rows that are all right (or all wrong) push tau to 0 (or to infinity); the fit stops at these ends.
@@ -56,7 +56,7 @@ class Temperature(_Stored):
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
         """Fit tau to the correctness of the answers: sigmoid(logit(c) / tau). (N,), (N,)."""
-        c, z = checked(confidence, correct)
+        c, z = check_columns(confidence, correct)
         score = _logits(c)
 
         def nll_slope(beta: float) -> float:
@@ -67,7 +67,7 @@ class Temperature(_Stored):
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return sigmoid(logit(c) / tau). (N,) -> (N,)."""
-        return _sigmoid(_logits(checked_confidence(confidence)) / self.tau)
+        return _sigmoid(_logits(check_confidence(confidence)) / self.tau)
 
     @classmethod
     def fit_labels(cls, label_logprobs: ArrayLike, gold: ArrayLike) -> Self:
@@ -75,7 +75,7 @@ class Temperature(_Stored):
         from scipy.special import log_softmax
 
         score = _check_logprobs(label_logprobs)
-        gold_index = checked_gold(gold, score.shape)
+        gold_index = check_gold(gold, score.shape)
         gold_score = score[np.arange(len(score)), gold_index]
 
         def nll_slope(beta: float) -> float:
@@ -148,7 +148,7 @@ class Platt(_Stored):
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
         """Fit slope and intercept; needs right and wrong rows. (N,), (N,)."""
-        c, z = checked(confidence, correct)
+        c, z = check_columns(confidence, correct)
         if z.all() or not z.any():
             raise ValueError("Platt needs right and wrong rows, got one kind only")
         from sklearn.linear_model import LogisticRegression
@@ -161,7 +161,7 @@ class Platt(_Stored):
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return sigmoid(slope * logit(c) + intercept). (N,) -> (N,)."""
-        logits = _logits(checked_confidence(confidence))
+        logits = _logits(check_confidence(confidence))
         return _sigmoid(self.slope * logits + self.intercept)
 
 
@@ -187,14 +187,14 @@ class Isotonic(_Stored):
         """Fit by least squares under monotonicity. (N,), (N,)."""
         from sklearn.isotonic import IsotonicRegression
 
-        c, z = checked(confidence, correct)
+        c, z = check_columns(confidence, correct)
         regression = IsotonicRegression(y_min=0.0, y_max=1.0)
         regression.fit(c, z.astype(np.float64))
         return cls(knots=regression.X_thresholds_.tolist(), values=regression.y_thresholds_.tolist())
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return the map at each confidence. (N,) -> (N,)."""
-        c = checked_confidence(confidence)
+        c = check_confidence(confidence)
         return np.asarray(np.interp(c, self.knots, self.values), dtype=np.float64)
 
 
@@ -214,7 +214,7 @@ class HistogramBinning(_Stored):
 
     def apply(self, confidence: ArrayLike) -> Floats:
         """Return the value of each confidence's bin. (N,) -> (N,)."""
-        c = checked_confidence(confidence)
+        c = check_confidence(confidence)
         edges = bin_edges(c, len(self.values))
         values = np.asarray(self.values, dtype=np.float64)
         return values[bin_index(c, edges)]
@@ -265,7 +265,7 @@ class VectorScaling(_Stored):
         from scipy.special import log_softmax
 
         logprobs = _check_logprobs(label_logprobs)
-        gold_index = checked_gold(gold, logprobs.shape)
+        gold_index = check_gold(gold, logprobs.shape)
         rows, count = logprobs.shape
         tau = Temperature.fit_labels(logprobs, gold_index).tau
         score = logprobs / tau

@@ -14,7 +14,9 @@ from numpy.typing import ArrayLike
 from catto.errors import did_you_mean
 from catto.metrics import errors, ranking
 from catto.metrics.binning import Score
-from catto.metrics.statistics import ALPHA, Comparison, MetricFunction
+from catto.metrics.comparisons import ALPHA
+from catto.metrics.intervals import Comparison
+from catto.metrics.resampling import MetricFunction
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from catto.metrics.binning import (
     Strategy,
     bin_edges,
     bin_index,
-    checked,
-    checked_weight,
+    check_columns,
+    check_weight,
     confidence_sums,
     group_rows,
     mean_score,
@@ -63,7 +63,7 @@ def accuracy(
     >>> accuracy([0.9, 0.7], [True, False])
     0.5
     """
-    _, z = checked(confidence, correct)
+    _, z = check_columns(confidence, correct)
     return mean_score(z, weight)
 
 
@@ -86,7 +86,7 @@ def mean_confidence(
     >>> mean_confidence([0.25, 0.75], [True, False])
     0.5
     """
-    c, _ = checked(confidence, correct)
+    c, _ = check_columns(confidence, correct)
     return mean_score(c, weight)
 
 
@@ -111,7 +111,7 @@ def confidence_gap(
     >>> round(confidence_gap([0.9, 0.7, 0.8], [True, False, True]), 4)
     0.1333
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     return mean_score(_residuals(c, z), weight)
 
 
@@ -139,7 +139,7 @@ def brier(
     >>> round(brier([0.9, 0.7], [True, False]), 4)
     0.25
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     return mean_score(_squared_residuals(c, z), weight)
 
 
@@ -169,7 +169,7 @@ def nll(
     >>> round(nll([0.5, 0.5], [True, False]), 4)
     0.6931
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     return mean_score(_negative_log_likelihood(c, z), weight)
 
 
@@ -199,7 +199,7 @@ def l1_risk(
     >>> round(l1_risk([0.9, 0.7], [True, False]), 4)
     0.4
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     return mean_score(np.abs(z - c), weight)
 
 
@@ -254,8 +254,8 @@ def ece_mass(
     """
     if weight is None or np.ndim(weight) == 1:
         return to_score(_mean_gap(reliability(confidence, correct, bins, "mass", weight)))
-    c, z = checked(confidence, correct)
-    return np.array([ece_mass(c, z, bins=bins, weight=one_weight) for one_weight in checked_weight(weight, len(c))])
+    c, z = check_columns(confidence, correct)
+    return np.array([ece_mass(c, z, bins=bins, weight=one_weight) for one_weight in check_weight(weight, len(c))])
 
 
 def _mean_gap(sums: Reliability) -> Floats:
@@ -360,14 +360,14 @@ def debiased_ece(
 _erf = np.vectorize(erf, otypes=[np.float64])  # scipy.special takes 0.3 s to import
 
 
-def checked_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
+def check_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
     """Return class indices, or raise a ValueError.
 
     Args:
         gold: (N,) whole numbers in [0, K).
         shape: (N, K), the shape of the scores that the indices point into.
 
-    >>> checked_gold([1, 0], (2, 3)).tolist()
+    >>> check_gold([1, 0], (2, 3)).tolist()
     [1, 0]
     """
     index = np.asarray(gold)
@@ -426,7 +426,7 @@ def brier_split(
     >>> round(parts.reliability, 4), round(parts.resolution, 4), round(parts.uncertainty, 4)
     (0.1, 0.0625, 0.1875)
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     sums = reliability(c, z, bins, strategy)
     index = bin_index(c, bin_edges(c, bins, strategy))
     base_rate = float(z.mean())

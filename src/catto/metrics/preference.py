@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike
 
 from catto.errors import DataError
 from catto.metrics.binning import Floats
-from catto.metrics.statistics import Interval, ratio_interval
+from catto.metrics.intervals import Interval
+from catto.metrics.statistics import ratio_interval
 from catto.records import PairLogprobs, PairMargin
 
 Part = Literal["whole", "reasoning"]

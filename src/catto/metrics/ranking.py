@@ -21,14 +21,15 @@ from catto.metrics.binning import (
     Groups,
     Ints,
     Score,
-    checked,
+    check_columns,
     group_rows,
     split_blocks,
     to_score,
     total_weight,
 )
+from catto.metrics.resampling import BootstrapOptions
 from catto.metrics.sharing import keep_last
-from catto.metrics.statistics import BootstrapOptions, ratio_interval
+from catto.metrics.statistics import ratio_interval
 
 
 def auroc(
@@ -211,7 +212,7 @@ def auroc_within(
     >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
     0.75
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     if len(question) != len(c):
         raise ValueError(f"question has {len(question)} rows, confidence has {len(c)}")
     rows_of: dict[object, list[int]] = {}

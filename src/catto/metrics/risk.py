@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from catto.metrics.binning import Bools, Floats, checked
+from catto.metrics.binning import Bools, Floats, check_columns
 
 # Thresholds are tried in steps of 1/40 of the answers, the most confident first. Testing starts at an eighth, a
 # quarter, half and all of the answers, each with its share of delta. Where the confidence does not rank the answers,
@@ -83,7 +83,7 @@ def threshold_for_risk(
     >>> found.answered, found.errors
     (100, 0)
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     _check_share("risk", risk)
     _check_share("delta", delta)
     candidates = _list_candidates(c, z)
@@ -177,7 +177,7 @@ def estimate_rows_needed(
     >>> estimate_rows_needed([0.9] * 20, [True] * 20)
     39
     """
-    c, z = checked(confidence, correct)
+    c, z = check_columns(confidence, correct)
     candidates = _list_candidates(c, z)
     sizes = []
     for step, share in SHARE_OF_DELTA.items():

@@ -27,7 +27,18 @@ from filelock import FileLock, Timeout
 
 from catto.errors import DataError
 from catto.io import atomic
-from catto.pipeline.stage import ATTEMPT, ATTEMPT_LOCK, DONE, PROGRESS, Stage, account, content, place, record, write
+from catto.pipeline.stage import (
+    ATTEMPT,
+    ATTEMPT_LOCK,
+    DONE,
+    PROGRESS,
+    Stage,
+    digest_inputs,
+    make_done,
+    read_done,
+    stage_dir,
+    write_json,
+)
 
 PART = ".part-"
 HALF = ".half"
@@ -113,9 +124,9 @@ def name_attempt(root: Path, stage: Stage, inputs: str) -> Path:
 
 def is_published(root: Path, stage: Stage, inputs: str) -> bool:
     """Return whether the stage is finished with these inputs. A damaged one raises DataError."""
-    folder = place(root, stage)
+    folder = stage_dir(root, stage)
     try:
-        return bool(account(folder)["content"] == inputs)
+        return bool(read_done(folder)["content"] == inputs)
     except DataError:
         if folder.exists():
             raise
@@ -146,9 +157,9 @@ def delete_abandoned(root: Path, stage: Stage) -> None:
 def reopen_stage(root: Path, stage: Stage) -> list[Path]:
     """Make a finished stage an unfinished attempt; return all attempts, any of which may be continued."""
     with lock_stage(root, stage):
-        folder = place(root, stage)
+        folder = stage_dir(root, stage)
         if folder.exists():
-            folder.rename(name_attempt(root, stage, account(folder)["content"]))
+            folder.rename(name_attempt(root, stage, read_done(folder)["content"]))
         attempts = attempt_folders(root, stage)
         for attempt in attempts:
             (attempt / DONE).unlink(missing_ok=True)
@@ -175,7 +186,7 @@ class Attempt:
             self._lock.acquire()
             try:
                 self._copy_earlier_work(half, source)
-                write(half / ATTEMPT, {"token": self.out.name, "host": platform.node(), "pid": os.getpid()})
+                write_json(half / ATTEMPT, {"token": self.out.name, "host": platform.node(), "pid": os.getpid()})
                 half.rename(self.out)
             except BaseException:
                 shutil.rmtree(half, ignore_errors=True)
@@ -231,16 +242,16 @@ class Attempt:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
-        if content(self.root, self.stage) != self.inputs:
+        if digest_inputs(self.root, self.stage) != self.inputs:
             raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
         (self.out / PROGRESS).unlink(missing_ok=True)  # it depends on the clock, and a stage's files do not
-        write(self.out / DONE, record(self.stage, self.out, self.inputs, details))
+        write_json(self.out / DONE, make_done(self.stage, self.out, self.inputs, details))
         with lock_stage(self.root, self.stage):
             if is_published(self.root, self.stage, self.inputs):
                 shutil.rmtree(self.out, ignore_errors=True)
                 return
             self.check_folder()
-            final = place(self.root, self.stage)
+            final = stage_dir(self.root, self.stage)
             if final.exists():  # the result of other inputs
                 final.rename(final.with_name(f"{final.name}{STALE}{secrets.token_hex(4)}"))
             self.out.rename(final)

@@ -15,7 +15,11 @@ from typing import Any, NamedTuple
 
 from catto.engines import is_hub_id
 from catto.io.text_files import read_json
-from catto.pipeline.stage import QuestionSettings, ResponseSettings, Stage, TrainSettings, account, place
+from catto.pipeline.kinds.questions import QuestionSettings
+from catto.pipeline.kinds.responses import ResponseSettings
+from catto.pipeline.kinds.table import STAGE_KINDS, ResourceBlock
+from catto.pipeline.kinds.train import TrainSettings
+from catto.pipeline.stage import Stage, read_done, stage_dir
 from catto.recipe.settings import ModelSettings, Recipe, Resources, ScratchModel
 from catto.records import Split
 from catto.tasks import TASKS, readings, witnesses
@@ -164,15 +168,6 @@ def parse_parameter_count(name: str) -> float | None:
 
 # ---- stages
 
-# Kinds of stages that use a model, and the block of the recipe's resources that they have; the others are light.
-_MODEL_BLOCKS = {
-    "train": "train",
-    "generated": "predict",
-    "predicted": "predict",
-    "sampled": "predict",
-    "pair_logprobs": "predict",
-}
-
 
 def stage_group(stage: Stage) -> str:
     """Return the line of the plan that counts a stage: its kind, and the method of a training."""
@@ -183,21 +178,21 @@ def stage_group(stage: Stage) -> str:
 
 def stage_seconds(root: Path, stage: Stage) -> float | None:
     """Return how long a finished stage took; None if it is not finished. A resumed training counts all of its runs."""
-    folder = place(root, stage)
+    folder = stage_dir(root, stage)
     if not folder.exists():
         return None
-    seconds = float(account(folder)["seconds"])
+    seconds = float(read_done(folder)["seconds"])
     if stage.kind != "train":
         return seconds
     trained = float(read_json(folder / "training.json")["seconds"])
     return max(seconds, trained)
 
 
-def resource_block(recipe: Recipe, stage: Stage) -> str:
+def resource_block(recipe: Recipe, stage: Stage) -> ResourceBlock:
     """Return the name of the block of the recipe's resources that a stage has."""
     if stage.kind == "responses" and recipe.teacher.source == "transformers":
         return "predict"
-    return _MODEL_BLOCKS.get(stage.kind, "report")
+    return STAGE_KINDS[stage.kind].resources
 
 
 def stage_resources(recipe: Recipe, stage: Stage, *, gpus: bool = True) -> Resources:

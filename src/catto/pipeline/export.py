@@ -1,42 +1,54 @@
 """Write the missing stages of a plan for another scheduler: a Makefile, or job arrays for Slurm.
 
-Both call `catto stage`, which decides by itself whether a stage is done and refuses one whose needs are not. So a
-failed stage stops only what depends on it, and everything may be started again.
+Both call `catto stage` where the plan was made: paths in a recipe may be relative. It decides by itself whether a stage
+is done and refuses one whose needs are not. So a failed stage stops only what depends on it, and everything may be
+started again.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 
 from catto.pipeline.estimate import stage_resources
-from catto.pipeline.plan import stored
+from catto.pipeline.plan import recipe_file
 from catto.pipeline.stage import Stage
-from catto.recipe.settings import Recipe
+from catto.recipe.settings import Recipe, Resources
 
 # Slurm's default limit of an array's size.
-MOST = 1000
+MOST_PER_ARRAY = 1000
+
+HEAD = """# make -j 2 -k -f THIS: two stages at a time; a failed one stops only what depends on it.
+CATTO ?= catto"""
 
 
-def makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
+def format_makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
     """Return the Makefile: one target a stage, by the name of its folder. stages: what is needed comes first.
 
     Raises ValueError for a path with a line break, which no Makefile can hold.
     """
-    missing, hashed = {stage.key: stage.folder for stage in stages}, stored(root, recipe).stem
-    rules = [f"all: {' '.join(missing.values())}".rstrip()]
-    command = _command(root, "$(CATTO)").replace("$", "$$").replace("$$(CATTO)", "$(CATTO)")
+    folders = {stage.key: stage.folder for stage in stages}
+    targets = " ".join(folders.values())
+    recipe_hash = recipe_file(root, recipe).stem
+    command = _make_command(root)
     if "\n" in command:
         raise ValueError("a Makefile cannot name a folder with a line break in its path: use another")
+    parts = [HEAD, f".PHONY: all {targets}".rstrip(), f"all: {targets}".rstrip()]
     for stage in stages:
-        needs = [missing[need.key] for need in stage.needs.values() if need.key in missing]
-        target = f"{stage.folder}: {' '.join(dict.fromkeys(needs))}".rstrip()
-        rules.append(f"{target}\n\t{command} {stage.key} --recipe {hashed}")
-    head = "# make -j 2 -k -f THIS: two stages at a time; a failed one stops only what depends on it.\nCATTO ?= catto"
-    return {"Makefile": "\n\n".join([head, f".PHONY: all {' '.join(missing.values())}".rstrip(), *rules]) + "\n"}
+        needs = dict.fromkeys(folders[need.key] for need in stage.needs.values() if need.key in folders)
+        target = f"{stage.folder}: {' '.join(needs)}".rstrip()
+        parts.append(f"{target}\n\t{command} {stage.key} --recipe {recipe_hash}")
+    return {"Makefile": "\n\n".join(parts) + "\n"}
+
+
+def _make_command(root: Path) -> str:
+    """Return the command of a Makefile's rules, in which a dollar sign of a path is written twice."""
+    here = shlex.quote(str(Path.cwd())).replace("$", "$$")
+    folder = shlex.quote(str(root.resolve())).replace("$", "$$")
+    return f"cd {here} && $(CATTO) stage {folder}"
 
 
 SUBMIT = """#!/usr/bin/env bash
@@ -61,41 +73,71 @@ keys=(
 """
 
 
-def slurm(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
+def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
     """Return `submit.sh` and one script for each array: the stages of one kind at one depth of the graph.
 
     An array starts when those with its needs have ended, whatever became of each task: a stage without its needs fails
     by itself.
     """
-    depth: dict[str, int] = {}
-    groups: dict[tuple[int, str], list[Stage]] = defaultdict(list)
-    for stage in stages:
-        depth[stage.key] = max((depth[need.key] + 1 for need in stage.needs.values() if need.key in depth), default=0)
-        groups[depth[stage.key], stage.kind].append(stage)
-    arrays = [groups[place][i : i + MOST] for place in sorted(groups) for i in range(0, len(groups[place]), MOST)]
-    number = {stage.key: place for place, members in enumerate(arrays) for stage in members}
-    scripts, jobs = {}, []
-    for place, members in enumerate(arrays):
-        kind, asked = members[0].kind, stage_resources(recipe, members[0])
-        name = f"{place:02d}-{kind}.sh"
-        needs = sorted({number[need.key] for stage in members for need in stage.needs.values() if need.key in number})
-        after = f"--dependency=afterany:{':'.join(f'$job{need}' for need in needs)} " if needs else ""
-        jobs.append(f"job{place}=$(submit {after}{name})")
-        # Slurm has no parts of a processor or a GPU.
-        options = [f"#SBATCH --cpus-per-task={ceil(asked.cpus)}"]
-        options += [f"#SBATCH --gres=gpu:{ceil(asked.gpus)}"] if asked.gpus else []
-        options += [f"#SBATCH --mem={ceil(asked.bytes / 2**20)}M"] if asked.bytes else []
+    arrays = _group_into_arrays(stages)
+    array_of = {stage.key: number for number, members in enumerate(arrays) for stage in members}
+    scripts: dict[str, str] = {}
+    jobs: list[str] = []
+    for number, members in enumerate(arrays):
+        kind = members[0].kind
+        name = f"{number:02d}-{kind}.sh"
+        after = _format_dependency(members, array_of)
+        jobs.append(f"job{number}=$(submit {after}{name})")
         scripts[f"slurm/{name}"] = ARRAY.format(
             kind=kind,
             last=len(members) - 1,
-            resources="\n".join(options),
+            resources=_format_resources(stage_resources(recipe, members[0])),
             keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
-            command=_command(root, "${CATTO:-catto}"),
-            recipe=stored(root, recipe).stem,
+            command=_slurm_command(root),
+            recipe=recipe_file(root, recipe).stem,
         )
     return {"slurm/submit.sh": SUBMIT.format(jobs="\n".join(jobs)), **scripts}
 
 
-def _command(root: Path, catto: str) -> str:
-    """Return the shell command up to the key, run where the plan was made: paths in a recipe may be relative."""
-    return f"cd {shlex.quote(str(Path.cwd()))} && {catto} stage {shlex.quote(str(root.resolve()))}"
+def _group_into_arrays(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """Group stages of one kind at one depth of the graph, what is needed first; an array has a limited size."""
+    depth: dict[str, int] = {}
+    groups: dict[tuple[int, str], list[Stage]] = defaultdict(list)
+    for stage in stages:
+        depths_of_needs = [depth[need.key] for need in stage.needs.values() if need.key in depth]
+        depth[stage.key] = max(depths_of_needs, default=-1) + 1
+        groups[depth[stage.key], stage.kind].append(stage)
+    arrays: list[list[Stage]] = []
+    for key in sorted(groups):
+        members = groups[key]
+        for start in range(0, len(members), MOST_PER_ARRAY):
+            arrays.append(members[start : start + MOST_PER_ARRAY])
+    return arrays
+
+
+def _format_dependency(members: Sequence[Stage], array_of: Mapping[str, int]) -> str:
+    """Return the option that makes an array wait for those with its needs."""
+    arrays: set[int] = set()
+    for stage in members:
+        arrays.update(array_of[need.key] for need in stage.needs.values() if need.key in array_of)
+    if not arrays:
+        return ""
+    jobs = ":".join(f"$job{number}" for number in sorted(arrays))
+    return f"--dependency=afterany:{jobs} "
+
+
+def _format_resources(resources: Resources) -> str:
+    """Return Slurm's options; it has no parts of a processor or a GPU."""
+    options = [f"#SBATCH --cpus-per-task={ceil(resources.cpus)}"]
+    if resources.gpus:
+        options.append(f"#SBATCH --gres=gpu:{ceil(resources.gpus)}")
+    if resources.bytes:
+        options.append(f"#SBATCH --mem={ceil(resources.bytes / 2**20)}M")
+    return "\n".join(options)
+
+
+def _slurm_command(root: Path) -> str:
+    """Return the shell command up to the key."""
+    here = shlex.quote(str(Path.cwd()))
+    folder = shlex.quote(str(root.resolve()))
+    return f"cd {here} && ${{CATTO:-catto}} stage {folder}"

@@ -25,7 +25,7 @@ from catto.pipeline import attempts
 from catto.pipeline import run as runner
 from catto.pipeline import stage as stages
 from catto.pipeline.estimate import resource_block, stage_resources, stage_seconds
-from catto.pipeline.kinds import steps
+from catto.pipeline.kinds.generating import release_engine
 from catto.pipeline.plan import Graph
 from catto.pipeline.run import Display, Ending, Outcome
 from catto.pipeline.stage import Stage
@@ -34,40 +34,43 @@ from catto.telemetry import switch_off_telemetry
 
 # How often Ray starts a stage again whose worker or node was lost. An error of Python is not tried again.
 RETRIES = 10
-# Seconds between two looks at what is running, and for a cluster to answer.
-LOOK, CONNECT = 1.0, 10.0
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_CONNECT = 10.0
 # Nothing but keys and endings is in the object store; Ray takes no less than this.
 OBJECT_STORE = 80 * 2**20
 
 
-def run(root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, address: str | None = None) -> Outcome:
-    """Run the goals, stages of the recipe's report, and what they need on a cluster, as `runner.run` does here.
+def run_on_ray(
+    root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, address: str | None = None
+) -> Outcome:
+    """Run the goals, stages of the recipe's report, and what they need on a cluster, as `run_goals` does here.
 
     address: of a cluster (`auto`: the one that runs on this machine); None starts one on this machine.
     """
     with attempts.lock_run(root):
-        missing = [stage for stage, standing in runner.plan(root, goals) if standing != "done"]
-        with _connected(address):
-            options = cluster_options(recipe, missing, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+        missing = [stage for stage, state in runner.list_states(root, goals) if state != "done"]
+        with _connect_to_ray(address):
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            options = list_ray_options(recipe, missing, nodes)
             tasks: dict[str, Any] = {}
             for stage in missing:
                 needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
-                given = {"name": stage.name, "max_retries": RETRIES, **options[resource_block(recipe, stage)]}
-                task = ray.remote(_run_stage).options(**given)
+                resources = options[resource_block(recipe, stage)]
+                task = ray.remote(_run_stage).options(name=stage.name, max_retries=RETRIES, **resources)
                 tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
             try:
-                outcome = _follow(root, missing, tasks, display)
+                outcome = _follow_tasks(root, missing, tasks, display)
             except BaseException:
                 for task in tasks.values():
                     ray.cancel(task, force=True)
                 raise
         if not outcome.stopped:  # what the workers finished is read here next
-            runner.unseen(root, goals, "this run")
+            runner.wait_for_stages(root, goals, "this run")
         return outcome
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[None]:
+def _connect_to_ray(address: str | None) -> Iterator[None]:
     """Connect to a cluster, or start one; Ray's own messages stay in its logs."""
     switch_off_telemetry()  # Ray's processes on this machine inherit it
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about a later version
@@ -79,18 +82,18 @@ def _connected(address: str | None) -> Iterator[None]:
             place = urlsplit(f"//{address.removeprefix('ray://')}")
             if not place.hostname or not place.port:
                 raise ValueError("expected auto, HOST:PORT or ray://HOST:PORT")
-            socket.create_connection((place.hostname, place.port), timeout=CONNECT).close()
+            socket.create_connection((place.hostname, place.port), timeout=SECONDS_TO_CONNECT).close()
         ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        told = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError("--address", None, f"{address or 'a cluster on this machine'}: {told}") from None
+        problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError("--address", None, f"{address or 'a cluster on this machine'}: {problem}") from None
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
+def _follow_tasks(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
     """Show the stages until all have ended: progress by the files of new attempts, ends by the tasks."""
     outcome = Outcome()
     began: dict[str, float] = {}
@@ -104,7 +107,7 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
             display.started(stage, len(began), len(missing))
 
     while pending:
-        ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=LOOK)
+        ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS)
         unfinished = attempts.attempts_by_stage(root)
         for stage in pending.values():
             for folder in unfinished.get(stage.folder, ()):
@@ -120,43 +123,57 @@ def _follow(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], disp
             if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
                 continue
-            try:
-                ending = ray.get(tasks[stage.key])
-            except ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", None) or error
-                ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
+            ending = _read_ending(root, tasks[stage.key])
             start(stage)
             outcome.add(stage, ending)
-            display.ended(stage, ending.outcome, stage_seconds(root, stage) or time.monotonic() - began[stage.key])
+            seconds = stage_seconds(root, stage) or time.monotonic() - began[stage.key]
+            display.ended(stage, ending.outcome, seconds)
     return outcome
+
+
+def _read_ending(root: Path, task: Any) -> Ending:
+    """Return how a stage ended, whose task is over; Ray's own errors are failures."""
+    try:
+        ending: Ending = ray.get(task)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or error
+        ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
+    return ending
 
 
 # ---- resources ------------------------------------------------------------------------------------------------------
 
 
-def cluster_options(
+def list_ray_options(
     recipe: Recipe, missing: Sequence[Stage], nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return Ray's options for each sort of stage; raise DataError where no node has what one asks for.
+    """Return Ray's options for each block of the recipe's resources; DataError where no node has what one asks for.
 
     Ray itself would wait for such a node for ever.
     """
-
-    def amounts(of: Mapping[str, float]) -> str:
-        return f"{of['CPU']:g} CPU, {of['GPU']:g} GPU and {of['memory'] / 1e9:g} GB of memory"
-
-    options, with_gpus = {}, any(node.get("GPU", 0) >= 1 for node in nodes)
-    sorts = {resource_block(recipe, stage): stage for stage in missing}
-    for name in sorted(sorts):
-        block = stage_resources(recipe, sorts[name], gpus=with_gpus)
-        asked = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
-        if not any(all(node.get(kind, 0) >= count for kind, count in asked.items()) for node in nodes):
-            most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in asked}
-            told = f"no node has all of {amounts(asked)}; the most that one has of each: {amounts(most)}"
-            raise DataError(f"resources.{name}", None, told)
-        memory = {"memory": block.bytes} if block.bytes else {}
-        options[name] = {"num_cpus": asked["CPU"], "num_gpus": asked["GPU"], **memory}
+    has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    stage_of_block = {resource_block(recipe, stage): stage for stage in missing}
+    options: dict[str, dict[str, float]] = {}
+    for name in sorted(stage_of_block):
+        block = stage_resources(recipe, stage_of_block[name], gpus=has_gpus)
+        needed = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
+        if not any(_has_all(node, needed) for node in nodes):
+            most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in needed}
+            problem = f"no node has all of {_format_amounts(needed)}"
+            largest = f"the most that one has of each: {_format_amounts(most)}"
+            raise DataError(f"resources.{name}", None, f"{problem}; {largest}")
+        options[name] = {"num_cpus": needed["CPU"], "num_gpus": needed["GPU"]}
+        if block.bytes:
+            options[name]["memory"] = block.bytes
     return options
+
+
+def _has_all(node: Mapping[str, float], needed: Mapping[str, float]) -> bool:
+    return all(node.get(kind, 0) >= amount for kind, amount in needed.items())
+
+
+def _format_amounts(amounts: Mapping[str, float]) -> str:
+    return f"{amounts['CPU']:g} CPU, {amounts['GPU']:g} GPU and {amounts['memory'] / 1e9:g} GB of memory"
 
 
 # ---- in a worker ----------------------------------------------------------------------------------------------------
@@ -174,13 +191,14 @@ def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -
     os.chdir(here)
     text = recipe.model_dump_json()
     if text not in _graphs:
-        _graphs[text] = {stage.key: stage for stage in stages.ordered([Graph(recipe).report()])}
+        _graphs[text] = {stage.key: stage for stage in stages.list_needed([Graph(recipe).plan_report()])}
     stage = _graphs[text].get(key)
     if stage is None:
         raise DataError(root, None, f"no stage has the key {key} here: catto's version or a file differs on this node")
-    if missing := runner.unseen(Path(root), stage.needs.values(), stage.name):
+    missing = runner.wait_for_stages(Path(root), stage.needs.values(), stage.name)
+    if missing:
         raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not seen from this node")
     try:
         return runner.run_stage(Path(root), stage, lambda *_: None, _checked)
     finally:
-        steps.release()
+        release_engine()

@@ -21,9 +21,9 @@ from catto.io import record_files
 from catto.pipeline import attempts
 from catto.pipeline import stage as stages
 from catto.pipeline.attempts import LostError, lock_run
-from catto.pipeline.kinds import steps
-from catto.pipeline.kinds.table import find_runner
-from catto.pipeline.stage import LOG, Stage, Work, ordered, place
+from catto.pipeline.kinds.generating import release_engine
+from catto.pipeline.kinds.table import STAGE_KINDS
+from catto.pipeline.stage import LOG, Stage, Work, list_needed, stage_dir
 from catto.records import Refusal
 from catto.teacher.responses import forget_refusals, refusals
 
@@ -31,11 +31,10 @@ from catto.teacher.responses import forget_refusals, refusals
 ROOM = 2**20
 # What --repair moves aside gets this suffix.
 DAMAGED = ".damaged"
-# These load a model of their own: the last one that was generated with is released first.
-LOADING = {"responses", "base", "train", "pair_logprobs"}
 Progress = Callable[[int, int, str], None]
-# Seconds after which an NFS client looks again (acdirmax), and some.
-LATE = 75.0
+# An NFS client looks again after 60 s (acdirmax).
+SECONDS_TO_WAIT = 75.0
+SECONDS_BETWEEN_LOOKS = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -79,34 +78,39 @@ class Outcome:
 
     def blocks(self, stage: Stage) -> bool:
         """Whether a stage cannot run, since it needs one that failed; count it if so."""
-        if blocked := any(need.key in self.stopped for need in stage.needs.values()):
+        is_blocked = any(need.key in self.stopped for need in stage.needs.values())
+        if is_blocked:
             self.blocked.append(stage)
             self.stopped.add(stage.key)
-        return blocked
+        return is_blocked
 
 
-def run(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
+def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     """Run the goals and what they need. A failed stage stops only what depends on it.
 
     A damaged stage is an error that names it: before anything runs where sizes show it, and before it is read where
     only its bytes do.
     """
-    outcome, number, checked = Outcome(), 0, set[Path]()
+    outcome = Outcome()
+    checked: set[Path] = set()
+    number = 0
     with lock_run(root):
-        missing, left = sum(standing != "done" for _, standing in plan(root, goals)), attempts.attempts_by_stage(root)
-        for stage in ordered(list(goals)):
+        missing = sum(state != "done" for _, state in list_states(root, goals))
+        leftovers = attempts.attempts_by_stage(root)
+        for stage in list_needed(list(goals)):
             if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
-            elif not stages.done(root, stage):
-                number, began = number + 1, time.monotonic()
+            elif not stages.is_done(root, stage):
+                number += 1
                 display.started(stage, number, max(missing, number))
+                began = time.monotonic()
                 ending = run_stage(root, stage, partial(display.progress, stage), checked)
                 outcome.add(stage, ending)
                 display.ended(stage, ending.outcome, time.monotonic() - began)
-            elif stage.folder in left:  # of a run that was killed while it deleted them
+            elif stage.folder in leftovers:  # of a run that was killed while it deleted them
                 with attempts.lock_stage(root, stage):
                     attempts.delete_abandoned(root, stage)
-    steps.release()
+    release_engine()
     return outcome
 
 
@@ -115,7 +119,7 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
 
     checked: folders whose bytes were compared with what was written; each is compared once a run.
     """
-    content = stages.content(root, stage)
+    content = stages.digest_inputs(root, stage)
     if attempts.is_published(root, stage, content):
         return Ending("done")
     try:
@@ -128,32 +132,47 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
         return Ending("failed", f"cannot begin: {error}", root)
     try:
         with attempt:
-            began = time.monotonic()
-
-            def report(finished: int, total: int, note: str) -> None:
-                attempt.report_progress(finished, total, note)
-                progress(finished, total, note)
-
-            with logging_to(attempt.out / LOG):
-                _work(Work(stage, root, attempt.out, report), checked)
-            # The last bits of what torch computes depend on how many threads it has.
-            torch = sys.modules.get("torch")
-            threads = None if torch is None else torch.get_num_threads()
-            seconds, versions = time.monotonic() - began, record_files.library_versions()
-            attempt.publish({"seconds": seconds, "versions": versions, "threads": threads})
+            _run_attempt(attempt, progress, checked)
     except Exception as error:
         if attempts.is_published(root, stage, content):  # by another attempt, which deleted the files of this one
             return Ending("done")
         if isinstance(error, LostError):
             shutil.rmtree(attempt.out, ignore_errors=True)  # what it created again
             return Ending("failed", str(error), root)
-        log = attempt.out / LOG
-        with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
-            traceback.print_exc(file=file)
-        # Libraries report a full disk in words of their own, such as a position in an archive.
-        full = " (the disk is full)" if shutil.disk_usage(root).free < ROOM else ""
-        return Ending("failed", f"{type(error).__name__}: {error}{full}", log)
+        return _describe_failure(error, attempt)
     return Ending("done")
+
+
+def _run_attempt(attempt: attempts.Attempt, progress: Progress, checked: set[Path]) -> None:
+    """Run a stage in the folder of an attempt, and publish it."""
+
+    def report(finished: int, total: int, note: str) -> None:
+        attempt.report_progress(finished, total, note)
+        progress(finished, total, note)
+
+    began = time.monotonic()
+    with logging_to(attempt.out / LOG):
+        _run_work(Work(attempt.stage, attempt.root, attempt.out, report), checked)
+    # The last bits of what torch computes depend on how many threads it has.
+    torch = sys.modules.get("torch")
+    details = {
+        "seconds": time.monotonic() - began,
+        "versions": record_files.library_versions(),
+        "threads": None if torch is None else torch.get_num_threads(),
+    }
+    attempt.publish(details)
+
+
+def _describe_failure(error: Exception, attempt: attempts.Attempt) -> Ending:
+    """Return how a failed attempt ended, and add the traceback of the current exception to its log."""
+    log = attempt.out / LOG
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
+        traceback.print_exc(file=file)
+    problem = f"{type(error).__name__}: {error}"
+    # Libraries report a full disk in words of their own, such as a position in an archive.
+    if shutil.disk_usage(attempt.root).free < ROOM:
+        problem += " (the disk is full)"
+    return Ending("failed", problem, log)
 
 
 def take_over(root: Path, stage: Stage, content: str) -> bool:
@@ -161,12 +180,13 @@ def take_over(root: Path, stage: Stage, content: str) -> bool:
 
     The name is part of the content, so the other one's folder differs in the key at its end.
     """
-    for finished in (root / "stages").glob(f"{stage.folder.rpartition('-')[0]}-" + "[0-9a-f]" * 8):
+    readable_name = stage.folder.rpartition("-")[0]
+    for finished in (root / "stages").glob(f"{readable_name}-" + "[0-9a-f]" * 8):
         try:
-            record = stages.account(finished)
+            record = stages.read_done(finished)
             if record["content"] != content:
                 continue
-            stages.check(finished, contents=True)
+            stages.check_stage(finished, contents=True)
         except DataError:  # deleted or damaged
             continue
         details = {name: value for name, value in record.items() if name in ("seconds", "versions", "threads")}
@@ -176,29 +196,31 @@ def take_over(root: Path, stage: Stage, content: str) -> bool:
     return False
 
 
-def unseen(root: Path, wanted: Collection[Stage], name: str) -> list[str]:
+def wait_for_stages(root: Path, wanted: Collection[Stage], name: str) -> list[str]:
     """Return the names of stages that are not done. name: of what waits for them.
 
     A network file system may show what another machine has just finished up to a minute later, so this waits for it.
     """
-    deadline = time.monotonic() + LATE
-    while missing := [stage.name for stage in wanted if not stages.done(root, stage)]:
-        if time.monotonic() > deadline:
-            break
+    deadline = time.monotonic() + SECONDS_TO_WAIT
+    while True:
+        missing = [stage.name for stage in wanted if not stages.is_done(root, stage)]
+        if not missing or time.monotonic() > deadline:
+            return missing
         logger.warning("%s waits up to %.0f s for %s", name, deadline - time.monotonic(), missing[0])
-        time.sleep(min(5.0, LATE))
-    return missing
+        time.sleep(min(SECONDS_BETWEEN_LOOKS, SECONDS_TO_WAIT))
 
 
-def _work(work: Work, checked: set[Path]) -> None:
-    """Check what a stage reads, and call its function."""
-    if work.stage.kind in LOADING:
-        steps.release()
-    for folder in dict.fromkeys(path for need in work.stage.needs.values() for path in stages.sources(work.root, need)):
-        if folder not in checked:
-            stages.check(folder, contents=True)
-            checked.add(folder)
-    find_runner(work.stage.kind)(work)
+def _run_work(work: Work, checked: set[Path]) -> None:
+    """Check what a stage reads, and call the function of its kind."""
+    kind = STAGE_KINDS[work.stage.kind]
+    if kind.loads_model:
+        release_engine()
+    for need in work.stage.needs.values():
+        for folder in stages.list_folders_read(work.root, need):
+            if folder not in checked:
+                stages.check_stage(folder, contents=True)
+                checked.add(folder)
+    kind.run(work)
 
 
 @contextlib.contextmanager
@@ -238,15 +260,18 @@ class _Printed(io.TextIOBase):
         (self.log or sys.stderr).flush()
 
 
-def plan(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
+def list_states(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
     """Return every stage with its state: done, begun or to do. What needs a stage that is not done is not done."""
-    standing: dict[str, str] = {}
-    all_stages, begun = ordered(list(goals)), attempts.attempts_by_stage(root)
+    states: dict[str, str] = {}
+    all_stages = list_needed(list(goals))
+    begun = attempts.attempts_by_stage(root)
     for stage in all_stages:
-        ready = all(standing[need.key] == "done" for need in stage.needs.values())
-        other = "begun" if stage.folder in begun else "to do"
-        standing[stage.key] = "done" if ready and stages.done(root, stage) else other
-    return [(stage, standing[stage.key]) for stage in all_stages]
+        needs_are_done = all(states[need.key] == "done" for need in stage.needs.values())
+        if needs_are_done and stages.is_done(root, stage):
+            states[stage.key] = "done"
+        else:
+            states[stage.key] = "begun" if stage.folder in begun else "to do"
+    return [(stage, states[stage.key]) for stage in all_stages]
 
 
 # ---- repairing and retrying -----------------------------------------------------------------------------------------
@@ -256,11 +281,11 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
     """Rename the folder of every damaged stage to `<folder>.damaged`, so that it runs again; nothing is deleted."""
     moved = []
     with lock_run(root):
-        for stage in ordered(list(goals)):
-            folder = place(root, stage)
+        for stage in list_needed(list(goals)):
+            folder = stage_dir(root, stage)
             try:
                 if folder.exists():
-                    stages.check(folder, contents=True)
+                    stages.check_stage(folder, contents=True)
             except DataError:
                 aside = folder.with_name(folder.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)  # of an earlier repair
@@ -271,12 +296,17 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
     """Return the stages, finished or begun, in which the teacher's server refused requests, with those."""
-    refused, begun = [], attempts.attempts_by_stage(root)
-    for stage in ordered(list(goals)):
-        final = place(root, stage)
-        unfinished = attempts.attempt_folders(root, stage)[::-1] if stage.folder in begun else []
-        for folder in [final] if final.exists() else unfinished:
-            if requests := refusals(folder):
+    refused = []
+    begun = attempts.attempts_by_stage(root)
+    for stage in list_needed(list(goals)):
+        folders: list[Path] = []
+        if stage_dir(root, stage).exists():
+            folders = [stage_dir(root, stage)]
+        elif stage.folder in begun:
+            folders = attempts.attempt_folders(root, stage)[::-1]
+        for folder in folders:
+            requests = refusals(folder)
+            if requests:
                 refused.append((stage, requests))
                 break
     return refused

@@ -69,10 +69,10 @@ _FLOAT_KEYWORDS = frozenset(
 )
 
 
-def shipped() -> dict[str, Path]:
+def find_shipped_recipes() -> dict[str, Path]:
     """Return the recipes that come with the package, by name.
 
-    >>> sorted(shipped())
+    >>> sorted(find_shipped_recipes())
     ['comparison', 'paper', 'quickstart', 'qwen-1.5b', 'readings', 'smollm2']
     """
     return {path.stem: path for path in sorted(SHIPPED_FOLDER.glob("*.yaml"))}
@@ -108,7 +108,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _find_file(source: str) -> Path:
-    known = shipped()
+    known = find_shipped_recipes()
     path = Path(source)
     if source in known and not path.is_file():  # a folder of a recipe's name, such as paper, is no recipe
         return known[source]

@@ -104,7 +104,7 @@ class Browser:
             flags |= RIGHT
         if len(response) > LONGEST:
             flags |= CUT
-        if prediction.source == "fallback":
+        if prediction.is_forced:
             flags |= FALLBACK
         if prediction.source == "plain":
             flags |= PLAIN

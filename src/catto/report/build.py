@@ -15,29 +15,31 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 
+from catto.answer_columns import ParseCounts, read_graded
 from catto.errors import DataError, data_errors_at, shorten_text
 from catto.formats.answers import read_answers
 from catto.formats.columns import ColumnNames, Fields, answer_of, text_of
 from catto.io.atomic import write_text
 from catto.io.record_files import library_versions, read_records, write_records
-from catto.measure import MeasureSettings, ParseCounts, read_graded, summarise
+from catto.measure import MeasureSettings, summarise_answers
 from catto.methods import strip_scaling
 from catto.metrics.binning import reliability
 from catto.metrics.catalogue import METRICS
-from catto.metrics.statistics import Interval, NullBand
+from catto.metrics.intervals import Interval, NullBand
 from catto.records import Prediction, Question, Unparsed, checked_name, content_hash
 from catto.report import VERSION
 from catto.report.browser import Browser
+from catto.report.cell_answers import CellAnswers, read_cell
 from catto.report.drawing import Panel, reliability_figure, render_figure, write_figure
 from catto.report.figures import Picture, choose_looks, make_pictures
-from catto.report.measuring import CellAnswers, ProgressCallback, ignore_progress, measure_results, read_cell
+from catto.report.measuring import ProgressCallback, ignore_progress, measure_results
 from catto.report.numbers import Cell, Numbers, Results, read_numbers
 from catto.report.page import render_page
-from catto.report.render import TEMPLATES, Table, csv_text, escape_markdown, latex, markdown
+from catto.report.render import TEMPLATES, Table, csv_text, escape_markdown, render_latex, render_markdown
 from catto.report.tables import build_tables
 from catto.tasks import TASKS
 
-__all__ = ["build", "read_experiment", "results_of_files", "write_cards"]
+__all__ = ["build_report", "read_experiment", "results_of_files", "write_cards"]
 
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
@@ -48,7 +50,7 @@ MAX_NAME_LENGTH = 120
 DTYPES = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64", "object": "json"}
 
 
-def build(results: Results, folder: Path, out: Path, progress: ProgressCallback = ignore_progress) -> Path:
+def build_report(results: Results, folder: Path, out: Path, progress: ProgressCallback = ignore_progress) -> Path:
     """Write report.html, tables, figures, model cards and numbers.json.
 
     Args:
@@ -76,10 +78,10 @@ def build(results: Results, folder: Path, out: Path, progress: ProgressCallback 
 
 def _write_tables(tables: Sequence[Table], folder: Path) -> None:
     for table in tables:
-        write_text(folder / f"{table.name}.md", markdown(table))
+        write_text(folder / f"{table.name}.md", render_markdown(table))
         write_text(folder / f"{table.name}.csv", csv_text(table))
         # LaTeX is printed on a page that has room for the paper's columns only.
-        write_text(folder / f"{table.name}.tex", latex(table.in_papers_shape()))
+        write_text(folder / f"{table.name}.tex", render_latex(table.in_papers_shape()))
 
 
 def _write_figures(
@@ -407,7 +409,7 @@ def write_cards(path: Path) -> list[str]:
         columns.update(row.model_dump())
     first = next(iter(read_records(path, Prediction)))
     model = display_name(Path(first.model).name, "a model")
-    summary = summarise(answers, MeasureSettings(REPORTED))
+    summary = summarise_answers(answers, MeasureSettings(REPORTED))
     null = summary.metrics["ece"].null
 
     picture = path.with_name("reliability.png")

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from catto.answer_columns import ParseCounts
 from catto.io.atomic import replace_binary_file
-from catto.measure import ParseCounts
 from catto.metrics.binning import Reliability
-from catto.metrics.statistics import NullBand
+from catto.metrics.intervals import NullBand
 from catto.report.numbers import supported_decimals
 
 # Blue and vermilion stay apart under every common colour blindness, and by lightness and hatching in grey print.
@@ -43,10 +43,10 @@ GAP_STYLE: dict[str, Any] = {
 }
 
 
-def percent(share: float, _: float = 0.0) -> str:
+def format_percent(share: float, _: float = 0.0) -> str:
     """Format a share as the label of a tick.
 
-    >>> percent(0.25)
+    >>> format_percent(0.25)
     '25 %'
     """
     return f"{100 * share:g} %"
@@ -148,9 +148,9 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
     first_diagram.set(xlim=(0, 1), xticks=np.linspace(0, 1, 6), ylim=(0, 1), ylabel="Accuracy")
     first_histogram.set(ylim=(0, highest_share), ylabel="Share of answers")
     first_histogram.yaxis.set_major_locator(MaxNLocator(3))
-    first_histogram.yaxis.set_major_formatter(percent)
-    first_diagram.xaxis.set_major_formatter(percent)
-    first_diagram.yaxis.set_major_formatter(percent)
+    first_histogram.yaxis.set_major_formatter(format_percent)
+    first_diagram.xaxis.set_major_formatter(format_percent)
+    first_diagram.yaxis.set_major_formatter(format_percent)
     return figure
 
 

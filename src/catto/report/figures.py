@@ -17,11 +17,11 @@ from matplotlib.figure import Figure
 
 from catto.methods import Budget, ScalingKind, scaled_kind, strip_scaling
 from catto.metrics.binning import reliability
+from catto.metrics.intervals import Interval, NullBand
 from catto.metrics.ranking import RiskCoverage, risk_coverage
-from catto.metrics.statistics import Interval, NullBand
 from catto.report import tables
-from catto.report.drawing import BLUE, GREY, INK, RED, Panel, percent, reliability_figure
-from catto.report.measuring import CellAnswers
+from catto.report.cell_answers import CellAnswers
+from catto.report.drawing import BLUE, GREY, INK, RED, Panel, format_percent, reliability_figure
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
 from catto.report.tables import TrainedCell, method_order, method_title, setting_title, task_order, task_title
 
@@ -236,7 +236,7 @@ def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Pic
                 tasks=tuple(dict.fromkeys(record.task for record in records)),
             )
     with_samples = [group for group in numbers.block("in", budget) if group.selection]
-    for task in tables.list_tasks(with_samples):
+    for task in tables.list_report_tasks(with_samples):
         of_task = [group for group in with_samples if group.task == task]
         yield Picture(
             kind="confidence-at-k",
@@ -417,8 +417,8 @@ def _limit_axes(axes: Axes, kind: FigureKind) -> None:
     """Let shares go from 0 to 1, start ECE at 0, and end what is in per cent at 100."""
     if kind.in_shares:
         axes.set_xlim(0, 1)
-        axes.xaxis.set_major_formatter(percent)
-        axes.yaxis.set_major_formatter(percent)
+        axes.xaxis.set_major_formatter(format_percent)
+        axes.yaxis.set_major_formatter(format_percent)
     axes.update_datalim([(0, 0)], updatex=kind.x == ECE, updatey=kind.y == ECE)
     for line in axes.lines:
         if kind.x in (ECE, ACCURACY):

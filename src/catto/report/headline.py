@@ -14,7 +14,7 @@ from catto.report.numbers import GroupNumbers, Numbers, Verdict, supported_decim
 from catto.report.tables import (
     BUDGET_TITLES,
     format_range,
-    list_tasks,
+    list_report_tasks,
     method_order,
     method_title,
     setting_title,
@@ -265,7 +265,7 @@ def _describe_clear(titles: Sequence[str], judged: Sequence[GroupNumbers]) -> st
     if max(sizes) == 1:
         noun = "question"
     clause = f"No miscalibration of {_join_names(titles, most=len(titles))} shows in {format_range(sizes)} {noun}"
-    if len(list_tasks(judged)) > 1:
+    if len(list_report_tasks(judged)) > 1:
         clause += " of each task"
     return clause
 
@@ -324,7 +324,7 @@ def _compare_budgets(numbers: Numbers) -> tuple[str, ...]:
         opening = "Against"
         if budget:
             opening = f"{BUDGET_TITLES[budget]}, against"
-        differences = _compare_with_dpo(judged, tasks=len(list_tasks(groups)))
+        differences = _compare_with_dpo(judged, tasks=len(list_report_tasks(groups)))
         openings.setdefault(differences, []).append(opening)
     points = []
     for differences, alike in openings.items():

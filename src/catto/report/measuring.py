@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite, nan
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from catto.errors import DataError, data_errors_at
+from catto.answer_columns import ParseCounts
+from catto.errors import data_errors_at
 from catto.io.atomic import sha256
 from catto.io.record_files import read_records
-from catto.measure import GAP, GradedAnswers, MeasureSettings, ParseCounts, compare_runs, measure_runs
+from catto.measure import GAP, MeasureSettings, compare_runs, measure_runs
 from catto.methods import (
     BUDGETS,
     METHODS,
@@ -25,17 +26,19 @@ from catto.methods import (
     scaled_kind,
     strip_scaling,
 )
-from catto.metrics.binning import Floats
 from catto.metrics.catalogue import HEADLINE, Versus, holm
 from catto.metrics.errors import brier_split
+from catto.metrics.intervals import Interval
 from catto.metrics.preference import Part, preference_interval
+from catto.metrics.resampling import Answers
 from catto.metrics.risk import threshold_for_risk
 from catto.metrics.selection import LEVEL, gather_candidates, measure_rules, within_questions
-from catto.metrics.statistics import Answers, Interval, SeedSummary, summarise_seeds
+from catto.metrics.statistics import SeedSummary, summarise_seeds
 from catto.metrics.temperature import rescale_predictions
 from catto.metrics.vector import scale_by_vector
-from catto.records import PairMargin, Prediction, Question, Unparsed, content_hash
+from catto.records import Prediction, Unparsed, content_hash
 from catto.report import VERSION
+from catto.report.cell_answers import CellAnswers
 from catto.report.numbers import (
     BASELINE,
     Cell,
@@ -45,17 +48,14 @@ from catto.report.numbers import (
     Numbers,
     Results,
     Training,
-    Verdict,
 )
+from catto.report.verdict import SWAPS, decide_verdict
 
 COMPARED = ("accuracy", "ece", "brier", "auroc")
 # The metrics with an interval. The other headline metrics are slow to resample, and are read next to these.
 RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
 # Held-out preference accuracy -> the part of the responses it is computed from.
 PREFERENCE: Mapping[str, Part] = {"preference_accuracy": "whole", "preference_accuracy_reasoning": "reasoning"}
-# Swaps for each comparison of a table. Correcting for m comparisons multiplies the smallest p-value by m, which gives
-# m / (1 + 50 m) < 0.02. With a fixed number of swaps, no difference in a large table could be significant.
-SWAPS = 50
 # The error rate that a threshold keeps.
 RISK = 0.05
 # The probability that the threshold fails to keep it.
@@ -67,107 +67,6 @@ ProgressCallback = Callable[[int, int], object]
 
 def ignore_progress(_done: int, _total: int) -> None:
     """Show no progress."""
-
-
-@dataclass(frozen=True)
-class CellAnswers(GradedAnswers):
-    """The answers of one cell, one per question.
-
-    Attributes:
-        cell: The cell.
-        label: N labels, or short answers where there are none; None for an answer that could not be parsed.
-        model: Name of the model.
-        asked: The N questions; empty if they are not known.
-        margins: Margins of held-out preference pairs; empty if none were scored.
-    """
-
-    cell: Cell
-    label: list[str | None]
-    model: str
-    asked: list[Question]
-    margins: Sequence[PairMargin] = ()
-
-    @property
-    def posteriors(self) -> list[dict[str, float]]:
-        """The exact posterior of each question; empty if any question has none."""
-        exact = []
-        for question in self.asked:
-            if question.posterior is not None:
-                exact.append(question.posterior)
-        if len(exact) != len(self):
-            return []
-        return exact
-
-    @property
-    def truth(self) -> Floats:
-        """The exact probability of each answer, (N,). Every question must have a posterior."""
-        probabilities = []
-        for posterior, label in zip(self.posteriors, self.label, strict=True):
-            probabilities.append(posterior.get(label or "", 0.0))
-        return np.array(probabilities)
-
-
-class CellFile(NamedTuple):
-    """The predictions of a cell, as columns and as they are in the file."""
-
-    answers: CellAnswers
-    predictions: list[Prediction]
-
-
-def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed: Unparsed) -> CellFile:
-    """Read the predictions of a cell: one per question, all of the cell's task.
-
-    Args:
-        cell: The cell.
-        folder: Folder of the experiment.
-        asked: The questions of the cell's task by id; empty if they are not known.
-        unparsed: Whether forced answers count as wrong.
-
-    Returns:
-        The answers as columns, and the predictions.
-    """
-    path = folder / cell.predictions
-    by_question = _read_predictions(path, cell.task, asked)
-    predictions = list(by_question.values())
-    margins: list[PairMargin] = []
-    if cell.preference is not None:
-        margins = list(read_records(folder / cell.preference, PairMargin))
-    questions = []
-    if asked:
-        questions = [asked[name] for name in by_question]
-    answers = CellAnswers(
-        source=path,
-        confidence=np.array([prediction.confidence for prediction in predictions], dtype=np.float64),
-        question=list(by_question),
-        read_as=[prediction.source for prediction in predictions],
-        by=None,
-        correct=np.array([prediction.is_correct for prediction in predictions]),
-        cell=cell,
-        label=[prediction.choice for prediction in predictions],
-        model=predictions[0].model,
-        asked=questions,
-        margins=margins,
-    )
-    if unparsed == "wrong":
-        answers = answers.count_unparsed_as_wrong()
-    return CellFile(answers, predictions)
-
-
-def _read_predictions(path: Path, task: str, asked: Mapping[str, Question]) -> dict[str, Prediction]:
-    """Read question id -> prediction."""
-    by_question: dict[str, Prediction] = {}
-    for row, prediction in enumerate(read_records(path, Prediction), 1):
-        name = prediction.question
-        if prediction.task != task:
-            raise DataError(path, row, f"task: expected {task!r}, got {prediction.task!r}")
-        if name in by_question:
-            raise DataError(path, row, f"question: {name!r} is answered twice; expected one line each")
-        if asked and name not in asked:
-            raise DataError(path, row, f"question: {name!r} is not among the task's questions")
-        by_question[name] = prediction
-    if not by_question:
-        raise DataError(path, None, "holds no rows")
-    return by_question
 
 
 class SeedGroup(NamedTuple):
@@ -438,7 +337,7 @@ def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
     """Return the predictions with no label where the answer was forced: no label is never right."""
     changed = []
     for prediction in predictions:
-        if prediction.source == "fallback":
+        if prediction.is_forced:
             changed.append(prediction.model_copy(update={"label": None}))
         else:
             changed.append(prediction)
@@ -722,115 +621,6 @@ def _gather_p_values(groups: Sequence[GroupNumbers], baseline: str | None) -> li
         for metric, versus in group.versus.items():
             p_values[_ComparisonId(index, metric)] = versus.p_value
     return list(tables.values())
-
-
-# ---- the verdict
-
-
-class _RunPlace(NamedTuple):
-    task: str
-    trained_on: str
-    seed: int
-
-
-# Method -> its runs. The `confidence` of such a run is the loss of each answer.
-_LossRuns = dict[str, list[Answers]]
-
-
-def decide_verdict(
-    groups: Sequence[GroupNumbers],
-    answers: Sequence[CellAnswers],
-    settings: MeasureSettings,
-    known: Numbers | None = None,
-) -> Verdict | None:
-    """Compare the method with the lowest loss with all others.
-
-    The loss of an answer is |confidence - posterior| if every posterior is known, and the Brier score otherwise. Both
-    are means over questions, which an ECE is not. The best method is known only after the fact, so p-values are
-    multiplied by the number of all pairs.
-
-    Args:
-        groups: The groups to judge.
-        answers: The answers of all cells.
-        settings: How runs are resampled.
-        known: Numbers of an earlier build; its verdict is kept if the groups are the same.
-
-    Returns:
-        None where there is no verdict, see `Numbers`.
-    """
-    key = content_hash([[group.input, group.sources.forced] for group in groups])
-    if known is not None and known.verdict is not None and known.verdict.input == key:
-        return known.verdict
-    is_exact = all("true_error" in group.others for group in groups)
-    runs = _gather_losses(groups, answers, is_exact)
-    if len(runs) < 2:
-        return None
-    if not is_exact and not _has_both_outcomes(runs):
-        return None
-
-    losses = _rank_methods(runs)
-    best, *others = losses
-    pairs = len(losses) * (len(losses) - 1) // 2
-    mean_loss = replace(settings, metrics=("mean_confidence",))  # the confidences of these runs are losses
-    behind = {}
-    for name in others:
-        comparisons = compare_runs(runs[name], runs[best], mean_loss, swaps=SWAPS * pairs)
-        difference = comparisons["mean_confidence"]
-        behind[name] = Versus(**vars(difference), p_corrected=min(1.0, pairs * difference.p_value))
-    return Verdict(
-        input=key,
-        metric="true_error" if is_exact else "brier",
-        n=min(group.n for group in groups),
-        losses=losses,
-        behind=behind,
-    )
-
-
-def _gather_losses(groups: Sequence[GroupNumbers], answers: Sequence[CellAnswers], is_exact: bool) -> _LossRuns:
-    """Return the losses of each method that was run everywhere and had no group of mostly forced answers."""
-    forced = {group.method for group in groups if group.sources.forced}
-    by_method: dict[str, dict[_RunPlace, Answers]] = {}
-    for group in groups:
-        if group.method in forced:
-            continue
-        for run in answers:
-            if group.holds(run.cell):
-                place = _RunPlace(group.task, group.trained_on, run.cell.seed)
-                by_method.setdefault(group.method, {})[place] = _compute_losses(run, group.task, is_exact)
-    all_places: set[_RunPlace] = set()
-    for places in by_method.values():
-        all_places |= places.keys()
-    complete = {}
-    for name, places in by_method.items():
-        if len(places) == len(all_places):
-            complete[name] = [places[place] for place in sorted(all_places)]
-    return complete
-
-
-def _compute_losses(run: CellAnswers, task: str, is_exact: bool) -> Answers:
-    questions = [(task, name) for name in run.question or ()]
-    if is_exact:
-        losses = np.abs(run.confidence - run.truth)
-    else:
-        losses = np.abs(run.confidence - run.correct) ** 2
-    return Answers(questions, losses, run.correct)
-
-
-def _has_both_outcomes(runs: _LossRuns) -> bool:
-    """Return whether some answers are right and some wrong."""
-    outcomes: set[bool] = set()
-    for method_runs in runs.values():
-        for run in method_runs:
-            outcomes.update(np.unique(run.correct).tolist())
-    return len(outcomes) > 1
-
-
-def _rank_methods(runs: _LossRuns) -> dict[str, float]:
-    """Return the mean loss of each method over its runs, lowest first."""
-    means = {}
-    for name, method_runs in runs.items():
-        means[name] = float(np.mean([np.asarray(run.confidence).mean() for run in method_runs]))
-    return dict(sorted(means.items(), key=lambda item: item[1]))
 
 
 # ---- the paper's budget

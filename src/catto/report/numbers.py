@@ -15,12 +15,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
+from catto.answer_columns import ParseCounts
 from catto.errors import DataError, describe_first_problem
-from catto.measure import ParseCounts, shows_gap
+from catto.measure import shows_gap
 from catto.methods import Budget
 from catto.metrics.calibrators import VectorScaling
 from catto.metrics.catalogue import Versus
-from catto.metrics.statistics import Interval, NullBand, SeedSummary
+from catto.metrics.intervals import Interval, NullBand
+from catto.metrics.statistics import SeedSummary
 from catto.recipe.settings import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION

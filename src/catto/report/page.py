@@ -59,7 +59,7 @@ def render_page(
     """
     style = _read_template("report.css")
     script = _read_template("report.js") + _read_template("browser.js")
-    tasks = names.list_tasks(numbers.groups)
+    tasks = names.list_report_tasks(numbers.groups)
     sources = sorted({cell.trained_on for cell in numbers.cells}, key=task_order)
     methods = sorted({cell.method for cell in numbers.cells}, key=method_order)
     environment = Environment(

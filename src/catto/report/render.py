@@ -295,7 +295,7 @@ TABLE_TEMPLATES.filters["md"] = partial(_translate_line, special=MARKDOWN_SPECIA
 TABLE_TEMPLATES.filters["tex"] = partial(_translate_line, special=LATEX_SPECIAL)
 
 
-def markdown(table: Table) -> str:
+def render_markdown(table: Table) -> str:
     """Render as Markdown: title, table, caption; the lines of an entry are separated by <br>."""
     return TABLE_TEMPLATES.get_template("table.md.j2").render(table=table)
 
@@ -309,7 +309,7 @@ def escape_markdown(text: str) -> str:
     return shorten_text(text).translate(MARKDOWN_FOREIGN).replace("www.", "www&#46;")
 
 
-def latex(table: Table) -> str:
+def render_latex(table: Table) -> str:
     """Render a booktabs table; it needs no other package."""
     return TABLE_TEMPLATES.get_template("table.tex.j2").render(table=table)
 
@@ -371,7 +371,7 @@ def _csv_numbers(entry: Entry) -> dict[str, float]:
     return numbers
 
 
-def terminal(table: Table) -> RichTable:
+def render_terminal(table: Table) -> RichTable:
     """Render for the terminal; the lines below a value are dimmed."""
     shown = RichTable(
         title=Text(table.title),

@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from catto import methods
-from catto.measure import MOST_FORCED
+from catto.answer_columns import MOST_FORCED
 from catto.methods import Budget
-from catto.metrics.statistics import Interval, NullBand, SeedSummary
+from catto.metrics.intervals import Interval, NullBand
+from catto.metrics.statistics import SeedSummary
 from catto.report.measuring import PREFERENCE, has_papers_budget
 from catto.report.numbers import (
     Cell,
@@ -83,7 +84,7 @@ def task_order(task: str) -> tuple[int, str]:
     return position, task
 
 
-def list_tasks(groups: Iterable[GroupNumbers]) -> list[str]:
+def list_report_tasks(groups: Iterable[GroupNumbers]) -> list[str]:
     """Return the tasks of the groups in the order of columns."""
     return sorted({group.task for group in groups}, key=task_order)
 
@@ -328,7 +329,7 @@ def build_summary(numbers: Numbers) -> Table:
         of_method = [group for group in groups if group.method == row.method]
         return _make_summary_entry(spec, column, groups=of_method, verdict=numbers.verdict)
 
-    tasks = list_tasks(groups)
+    tasks = list_report_tasks(groups)
     titled = replace(spec, title=_write_summary_title(groups))
     titled = _name_mean(titled, tasks=len(tasks), seeds=_count_seeds(groups))
     columns = _choose_summary_columns(spec, groups)
@@ -338,7 +339,7 @@ def build_summary(numbers: Numbers) -> Table:
 
 def _write_summary_title(groups: Sequence[GroupNumbers]) -> str:
     """Name the tasks, the number of questions, and the budget if there is one."""
-    facts = [task_title(task) for task in list_tasks(groups)]
+    facts = [task_title(task) for task in list_report_tasks(groups)]
     fewest_questions = min(group.n for group in groups)
     facts.append(f"N = {fewest_questions:,}")
     budget = groups[0].budget
@@ -491,7 +492,7 @@ def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequen
     if spec.each:
         repeated.sort(key=lambda pair: pair[1])
     columns = []
-    for task in list_tasks(groups):
+    for task in list_report_tasks(groups):
         for column, k in repeated:
             if spec.each:
                 top = column.top

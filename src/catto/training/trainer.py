@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
@@ -25,7 +23,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import DPOConfig
 
 from catto.io.atomic import write_text
-from catto.objectives import TokenStats, bce_loss, brier_loss, catto_loss, l1_loss, outcome_loss
+from catto.objectives import TokenStats
 from catto.objectives.tiles import Precision
 from catto.training import forward
 from catto.training.batches import COLUMNS, KEY, Batch, PairCollator, lay_out_pairs, lay_out_rows
@@ -34,16 +32,16 @@ from catto.training.examples import (
     Example,
     LengthFilter,
     check_reasoning,
-    drop_too_long,
     label_columns,
     label_queries,
     number_row,
     reasoning_columns,
     require_columns,
     target_table,
-    with_targets,
 )
+from catto.training.model_card import MEASURED, describe_objective
 from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missing_dataset
+from catto.training.outcome_stream import OutcomeStream, make_stream
 from catto.training.question_stream import (
     FOLDER,
     cache_key,
@@ -51,167 +49,18 @@ from catto.training.question_stream import (
     sample_stream,
     sampling_settings,
 )
+from catto.training.terms import CalibrationTerm, outcome_term, replay_term, sft_loss, surrogate_term
 from catto.training.trl_compat import (
     TRL_EXTRAS,
     DataCollatorForPreference,
-    TrainerCard,
     TRLPairTrainer,
     hash_weights,
     hide_padding_free,
     make_fused_output,
     name_model,
-    read_dpo_card,
 )
 
 logger = logging.getLogger(__name__)
-
-
-class OutcomeStream:
-    """A third stream next to the pairs: endless passes over the examples, each pass in its own order.
-
-    The choice depends only on the seed, the step and the position in the step. A killed run therefore resumes with the
-    same examples, whatever the order of accumulation and the number of processes.
-    """
-
-    def __init__(self, examples: Sequence[Example], config: CATTOConfig) -> None:
-        self.examples = examples
-        self.per_pair = config.outcome_rows_per_pair
-        self.seed = config.data_seed
-        if self.seed is None:
-            self.seed = config.seed
-        self._step = -1
-        self._micro_batch = 0
-        self._pass = -1
-        self._order = np.arange(0)
-
-    def take_examples(self, trainer: Any, pairs: int) -> list[Example]:
-        """Return the examples of this process's next micro-batch of `pairs` pairs."""
-        args = trainer.args
-        step = trainer.state.global_step
-        if step == self._step:
-            self._micro_batch += 1
-        else:
-            self._micro_batch = 0
-        self._step = step
-        micro_batch = step * args.gradient_accumulation_steps + self._micro_batch
-        examples_per_batch = args.per_device_train_batch_size * self.per_pair
-        start = (micro_batch * args.world_size + args.process_index) * examples_per_batch
-        return [self.example_at(start + offset) for offset in range(pairs * self.per_pair)]
-
-    def example_at(self, position: int) -> Example:
-        """Return example number `position` of the endless stream."""
-        number_of_pass, place = divmod(position, len(self.examples))
-        if number_of_pass != self._pass:
-            generator = np.random.default_rng((self.seed, number_of_pass))
-            self._pass = number_of_pass
-            self._order = generator.permutation(len(self.examples))
-        return self.examples[int(self._order[place])]
-
-
-# ---- the term --------------------------------------------------------------------------------------------------------
-
-
-class CalibrationTerm(NamedTuple):
-    """The calibration term, a scalar, and scalars to log."""
-
-    loss: Tensor
-    logs: dict[str, Tensor]
-
-
-def surrogate_term(stats: TokenStats, mask: Tensor, config: CATTOConfig) -> CalibrationTerm:
-    """Compute the mean over pairs of the term on y+ plus the term on y- (paper Eq. 7).
-
-    Args:
-        stats: Statistics of the 2 B responses, (2 B, T) each, chosen first.
-        mask: Tokens that the term reads, (2 B, T).
-        config: Names the term and its options.
-    """
-    half = mask.shape[0] // 2
-    chosen = loss_per_response(stats[:half], mask[:half], config, preferred=True)
-    rejected = loss_per_response(stats[half:], mask[half:], config, preferred=False)
-    with torch.no_grad():
-        logs = {
-            "calibration/chosen": chosen.mean(),
-            "calibration/rejected": rejected.mean(),
-            "calibration/confidence": _mean_over_tokens(stats.confidence, mask),
-            "calibration/surrogate": _mean_over_tokens(stats.surrogate, mask),
-            "calibration/right": _mean_over_tokens(stats.right.float(), mask),
-        }
-    return CalibrationTerm((chosen + rejected).mean(), logs)
-
-
-def _mean_over_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    total = values.masked_fill(~mask, 0).sum()
-    return total / mask.sum().clamp(min=1)
-
-
-def loss_per_response(stats: TokenStats, mask: Tensor, config: CATTOConfig, *, preferred: bool) -> Tensor:
-    """Compute the configured surrogate loss of each response. stats, mask: (B, T) -> (B,)."""
-    options: dict[str, Any] = {"preferred": preferred, "detach_surrogate": config.detach_surrogate}
-    if config.calibration == "bce":
-        return bce_loss(stats, mask, reduce=config.reduce or "sum", **options)  # type: ignore[arg-type]
-    losses = {"catto": catto_loss, "l1": l1_loss, "brier": brier_loss}
-    loss = losses[config.calibration](stats, mask, **options)
-    if config.reduce == "sum":
-        loss = loss * mask.sum(-1)
-    return loss
-
-
-def sft_loss(logprobs: Tensor, completion_mask: Tensor) -> Tensor:
-    """Compute the mean cross-entropy over all tokens of the chosen responses, like TRL's `sft`.
-
-    Args:
-        logprobs: Log-probabilities (2 B, L - 1), chosen responses first.
-        completion_mask: Tokens of the responses (2 B, L), chosen responses first.
-    """
-    chosen, _ = logprobs.chunk(2)
-    mask, _ = completion_mask[:, 1:].bool().chunk(2)
-    return -chosen[mask].mean()
-
-
-def replay_term(logprobs: Sequence[Tensor]) -> CalibrationTerm:
-    """Compute the mean over responses of the cross-entropy per token. logprobs: (T_i,) of each response."""
-    means = [response.mean() for response in logprobs]
-    loss = -torch.stack(means).mean()
-    return CalibrationTerm(loss, {"calibration/replay": loss})
-
-
-def outcome_term(
-    labels: Tensor, gold: Tensor, rate: Tensor | None, config: CATTOConfig, target: Tensor | None = None
-) -> CalibrationTerm:
-    """Compute the mean proper score of the label probabilities after sampled reasoning.
-
-    Args:
-        labels: Log-probabilities of the labels, (M, K).
-        gold: Index of the right label, (M,).
-        rate: Correctness rate of each question, (B,). If given, the M = 2 B labels are those of the pairs: y+ is
-            weighted by the rate and y- by one minus the rate, and the mean is over pairs.
-        config: Names the score.
-        target: Distributions to score against in place of gold, (M, K).
-    """
-    weights = None
-    if rate is not None:
-        weights = torch.cat([rate, 1 - rate]).to(labels.dtype)
-    aim = gold
-    if target is not None:
-        aim = target.to(labels)
-    losses = outcome_loss(labels, aim, score=config.outcome_score, weights=weights)  # type: ignore[arg-type]
-    if rate is None:
-        loss = losses.mean()
-    else:
-        loss = losses.sum() / len(rate)
-    with torch.no_grad():
-        top, answer = labels.max(-1)
-        is_right = answer == gold
-        logs = {
-            "calibration/confidence": top.exp().mean(),
-            "calibration/right": is_right.to(labels.dtype).mean(),
-            "calibration/outcome": loss,
-        }
-    return CalibrationTerm(loss, logs)
-
-
-# ---- the trainer -----------------------------------------------------------------------------------------------------
 
 
 class Policy:
@@ -735,76 +584,3 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 def _refuse_empty(argument: Any) -> None:
     if isinstance(argument, Dataset) and len(argument) == 0:
         raise ValueError("the dataset is empty")
-
-
-def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """Return the stream of the examples that fit; None if there are none or the term has weight 0.
-
-    Raises:
-        ValueError: Nothing would read the examples, or an option needs examples.
-    """
-    if examples and args.calibration not in ("outcome", "replay"):
-        raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
-    if not examples:
-        _refuse_stream_options(args)
-        return None
-    if not args.weight:
-        return None
-    if args.calibration == "outcome":
-        examples = with_targets(examples, args.outcome_target)
-    fitting = drop_too_long(
-        list(examples),
-        args.max_length,
-        length_of=lambda example: example.tokens,
-        name_of=lambda example: example.question,
-    )
-    return OutcomeStream(fitting, args)
-
-
-def _refuse_stream_options(args: CATTOConfig) -> None:
-    """Refuse options that have no effect, or no meaning, without outcome_examples."""
-    if args.calibration == "replay":
-        raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
-    if args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
-        raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
-    if args.outcome_target != "gold":
-        raise ValueError(
-            f"outcome_target is {args.outcome_target!r} but outcome_examples, which hold votes, are not given"
-        )
-
-
-# ---- the model card --------------------------------------------------------------------------------------------------
-
-MEASURED = {
-    "eval_val_accuracy": "Accuracy",
-    "eval_val_ece": "ECE (20 bins)",
-    "eval_val_brier": "Brier score",
-    "eval_val_nll": "NLL of the gold label",
-}
-CITATION = textwrap.dedent("""\
-    @article{parikh2026catto,
-        title  = {{CATTO: Balancing Preferences and Confidence in Language Models}},
-        author = {Nisarg Parikh and Ananya Sai and Pannaga Shivaswamy and Kunjal Panchal and Andrew Lan},
-        year   = 2026
-    }""")
-
-
-def describe_objective(config: CATTOConfig) -> TrainerCard:
-    """Return title, citations and tags for the model card: TRL's own if there is no term.
-
-    CATTO's paper is cited where the term is its own or reads its surrogate of correctness.
-    """
-    card = read_dpo_card()
-    if not config.weight:
-        return card
-    details = f"weight {config.weight:g}"
-    if config.calibration == "outcome":
-        details += f", {config.outcome_score} score"
-    title = f"{card.title} and the `{config.calibration}` calibration term ({details})"
-    citation = card.paper["citation"].strip()
-    tags = list(card.tags)
-    if config.calibration not in ("outcome", "replay"):
-        citation = f"{citation}\n\n{CITATION}"
-        tags.append("catto")
-    # No paper id: the card would link one paper only.
-    return TrainerCard(title=title, paper={"citation": citation}, tags=[*tags, "calibration"])

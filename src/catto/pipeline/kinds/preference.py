@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from catto.io.record_files import read_records, write_records
-from catto.metrics.preference import margins_of, preference_accuracy, reward_margins
-from catto.pipeline.stage import PairSettings, Work, write
+from catto.pipeline.stage import StageSettings, Work, write_json
 from catto.records import PairLogprobs, PreferenceRow
 
-LOGPROBS, MARGINS, ACCURACY = "pair_logprobs.jsonl", "margins.jsonl", "preference_accuracy.json"
+LOGPROBS = "pair_logprobs.jsonl"
+MARGINS = "margins.jsonl"
+ACCURACY = "preference_accuracy.json"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PairSettings(StageSettings):
+    """The log-probabilities of preference pairs under a model."""
+
+    context: int  # pairs with more tokens are left out, as in training
+    batch_size: int = field(compare=False)  # it changes float noise at most
+    attention: str | None = field(compare=False)
 
 
 def run_pair_logprobs(work: Work[PairSettings]) -> None:
@@ -34,9 +45,12 @@ def _score_rows(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[Pai
 
     from catto.training.pair_logprobs import pair_logprobs, tokenize_pairs
 
-    settings, path = work.settings, work.model()
+    settings = work.settings
+    path = work.model()
     tokenizer = AutoTokenizer.from_pretrained(path)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id
     pairs = tokenize_pairs(tokenizer, rows, settings.context)
     dropped = len(rows) - len(pairs)
     if dropped:
@@ -54,6 +68,8 @@ def _score_rows(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[Pai
 
 def run_preference_accuracy(work: Work) -> None:
     """Compare how a model and its start score the same pairs; store every margin and their summary."""
+    from catto.metrics.preference import margins_of, preference_accuracy, reward_margins
+
     policy = list(read_records(work.input("policy") / LOGPROBS, PairLogprobs))
     start = list(read_records(work.input("start") / LOGPROBS, PairLogprobs))
     pairs = reward_margins(policy, start)
@@ -64,4 +80,4 @@ def run_preference_accuracy(work: Work) -> None:
         accuracy = preference_accuracy(margins) if margins else None
         mean = fmean(margins) if margins else None
         summary[part] = {"accuracy": accuracy, "mean_margin": mean}
-    write(work.out / ACCURACY, summary)
+    write_json(work.out / ACCURACY, summary)

@@ -1,54 +1,56 @@
-"""The table of the kinds of stages: kind -> the function that runs a stage of it."""
+"""The table of the kinds of stages: how each runs, and what of a machine it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from catto.pipeline.kinds.base import run_base
+from catto.pipeline.kinds.choice import run_choice
+from catto.pipeline.kinds.generation import run_generation
+from catto.pipeline.kinds.preference import run_pair_logprobs, run_preference_accuracy
+from catto.pipeline.kinds.questions import run_questions
+from catto.pipeline.kinds.reading import run_reading
+from catto.pipeline.kinds.report import run_report
+from catto.pipeline.kinds.responses import run_responses
+from catto.pipeline.kinds.rows import run_rows
+from catto.pipeline.kinds.sampling import run_sampling_choice
+from catto.pipeline.kinds.scaling import run_fit, run_rescaling
+from catto.pipeline.kinds.train import run_train
 from catto.pipeline.stage import Work
 
-StageRunner = Callable[[Work[Any]], None]
+ResourceBlock = Literal["train", "predict", "report"]
 
 
-def find_runner(kind: str) -> StageRunner:
-    """Return the function that runs a stage of this kind.
+class StageKind(NamedTuple):
+    """A kind of stage.
 
-    The modules are imported here and not at the top: the command line must answer before NumPy is loaded.
+    Attributes:
+        run: The function that runs a stage of this kind.
+        resources: The block of the recipe's resources that it has; light stages have `report`.
+        loads_model: Whether it loads a model of its own, so that the last engine is released before it.
     """
-    from catto.pipeline import results
-    from catto.pipeline.kinds import preference, steps
 
-    kinds: dict[str, StageRunner] = {
-        "questions": steps.run_questions,
-        "held_out": steps.run_questions,
-        "responses": steps.run_responses,
-        "sampled": steps.run_responses,
-        "rows": steps.run_rows,
-        "base": _run_base,
-        "train": _run_train,
-        "chosen": results.run_chosen,
-        "generated": results.run_generated,
-        "predicted": results.run_predicted,
-        "tau": results.run_tau,
-        "sampling": results.run_sampling,
-        "scaled": results.run_scaled,
-        "pair_logprobs": preference.run_pair_logprobs,
-        "preference_accuracy": preference.run_preference_accuracy,
-        "report": results.run_report,
-    }
-    return kinds[kind]
+    run: Callable[[Work[Any]], None]
+    resources: ResourceBlock = "report"
+    loads_model: bool = False
 
 
-# Importing torch takes seconds, so only stages that train do it.
-
-
-def _run_base(work: Work[Any]) -> None:
-    from catto.pipeline.kinds.train import run_base
-
-    run_base(work)
-
-
-def _run_train(work: Work[Any]) -> None:
-    from catto.pipeline.kinds.train import run_train
-
-    run_train(work)
+STAGE_KINDS: dict[str, StageKind] = {
+    "questions": StageKind(run_questions),
+    "held_out": StageKind(run_questions),
+    "responses": StageKind(run_responses, loads_model=True),
+    "sampled": StageKind(run_responses, "predict"),
+    "rows": StageKind(run_rows),
+    "base": StageKind(run_base, loads_model=True),
+    "train": StageKind(run_train, "train", loads_model=True),
+    "chosen": StageKind(run_choice),
+    "generated": StageKind(run_generation, "predict"),
+    "predicted": StageKind(run_reading, "predict"),
+    "tau": StageKind(run_fit),
+    "sampling": StageKind(run_sampling_choice),
+    "scaled": StageKind(run_rescaling),
+    "pair_logprobs": StageKind(run_pair_logprobs, "predict", loads_model=True),
+    "preference_accuracy": StageKind(run_preference_accuracy),
+    "report": StageKind(run_report),
+}

@@ -1,0 +1,483 @@
+"""Any file of answers as columns: confidences and, where the rows show it, which answers are right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from catto.errors import DataError, data_errors_at, did_you_mean, find_field, join_names
+from catto.formats.answers import find_format, read_answers
+from catto.formats.column_readers import (
+    ANSWER,
+    ANSWER_PROBABILITY,
+    PROBABILITY,
+    SOURCE,
+    TEXT,
+    TRUTH,
+    ColumnReader,
+    read_table_columns,
+)
+from catto.formats.columns import ColumnNames, Fields
+from catto.io.tables import read_plain_table
+from catto.metrics.binning import Bools, Floats
+from catto.metrics.resampling import Answers
+from catto.records import AnswerSource, Unparsed
+
+# Columns that name the question of a row. `id` is last because it may number the rows.
+QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
+
+
+# Each slice is resampled a thousand times. A column with more values is an id and not a category.
+MAX_SLICES = 500
+# Confidences are taken for the probability of one label only if so many lie on either side of a half.
+MIN_ROWS_PER_SIDE = 5
+# With so many answers per label of which none is ever right, answers and gold labels are spelled differently.
+MIN_ROWS_PER_LABEL = 15
+# Above this share of forced answers the numbers describe the fallback.
+MOST_FORCED = 0.2
+# Texts of questions, labels and slices are kept in memory; a packed file of a few megabytes may hold gigabytes of them.
+MAX_TEXT = 2**30
+
+
+@dataclass(frozen=True)
+class ParseCounts:
+    """How many answers were parsed in which way.
+
+    Attributes:
+        free: Answers in their tags.
+        plain: Answers without tags.
+        fallback: Answers that could not be parsed and were forced to be one of the labels.
+        none: Responses without an answer, where there are no labels.
+
+    >>> ParseCounts.of(["free"] * 3 + ["fallback"] * 17).warning
+    '17 of 20 answers had to be forced: the numbers below describe the fallback, not the model.'
+    """
+
+    free: int = 0
+    plain: int = 0
+    fallback: int = 0
+    none: int = 0
+
+    @classmethod
+    def of(cls, values: Iterable[str]) -> ParseCounts:
+        """Count the values of `Prediction.source`."""
+        counts = Counter(values)
+        return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"], none=counts["none"])
+
+    @classmethod
+    def total_of(cls, parts: Iterable[ParseCounts]) -> ParseCounts:
+        """Add up several counts."""
+        total = cls()
+        for part in parts:
+            total = cls(
+                free=total.free + part.free,
+                plain=total.plain + part.plain,
+                fallback=total.fallback + part.fallback,
+                none=total.none + part.none,
+            )
+        return total
+
+    @property
+    def total(self) -> int:
+        """All answers."""
+        return self.free + self.plain + self.fallback + self.none
+
+    def share(self, kind: AnswerSource) -> float:
+        """Return the share of one kind, 0 if there are no answers."""
+        if self.total == 0:
+            return 0.0
+        return float(getattr(self, kind)) / self.total
+
+    @property
+    def forced(self) -> bool:
+        """Whether more than a fifth of the answers were forced or are missing: no verdict on the model is given."""
+        return max(self.share("fallback"), self.share("none")) > MOST_FORCED
+
+    @property
+    def summary(self) -> str:
+        """`17 of 20 answers had to be forced`, or `17 of 20 responses have no answer`."""
+        if self.none > self.fallback:
+            return f"{self.none:,} of {self.total:,} responses have no answer"
+        return f"{self.fallback:,} of {self.total:,} answers had to be forced"
+
+    @property
+    def warning(self) -> str | None:
+        """The warning to print before any number if too many answers were forced or are missing."""
+        if not self.forced:
+            return None
+        described = "missing answers" if self.none > self.fallback else "the fallback"
+        return f"{self.summary}: the numbers below describe {described}, not the model."
+
+    def describe(self, note: str = "") -> str:
+        """Return the shares as text: `fallback 2.0 % (note)`, and `plain 4.0 %` if there are any."""
+        text = f"fallback {100 * self.share('fallback'):.1f} %"
+        if note:
+            text += f" ({note})"
+        if self.none:
+            text += f", no answer {100 * self.share('none'):.1f} %"
+        if self.plain:
+            text += f", plain {100 * self.share('plain'):.1f} %"
+        return text
+
+
+@dataclass(frozen=True)
+class Confidences:
+    """Answers as columns.
+
+    Attributes:
+        source: The file.
+        confidence: (N,) in [0, 1].
+        question: N question ids; None if the file has none.
+        read_as: How each answer was parsed, N times `free`, `plain` or `fallback`; None if the file does not say.
+        by: N values of the column that cuts the file into slices; None without such a column.
+    """
+
+    source: Path
+    confidence: Floats
+    question: list[str] | None
+    read_as: list[str] | None
+    by: list[str] | None
+
+    @property
+    def sources(self) -> ParseCounts | None:
+        """How many answers were parsed in which way; None if the file does not say."""
+        if self.read_as is None:
+            return None
+        return ParseCounts.of(self.read_as)
+
+    def __len__(self) -> int:
+        return len(self.confidence)
+
+
+@dataclass(frozen=True)
+class GradedAnswers(Confidences):
+    """Answers that are known to be right or wrong.
+
+    Attributes:
+        correct: (N,) booleans.
+    """
+
+    correct: Bools
+
+    @cached_property
+    def questions(self) -> int | None:
+        """The number of questions; None if the file does not name them."""
+        if self.question is None:
+            return None
+        return len(set(self.question))
+
+    @property
+    def by_question(self) -> Answers:
+        """The columns to resample by question, or to compare with those of another file."""
+        return Answers(self.question, self.confidence, self.correct, self.source)
+
+    @property
+    def run(self) -> Answers:
+        """The columns to resample. If no question repeats, rows are questions, and drawing rows is faster."""
+        rows_are_questions = self.questions == len(self)
+        if rows_are_questions:
+            return replace(self.by_question, question=None)
+        return self.by_question
+
+    def slices(self) -> dict[str, Self]:
+        """Return the answers of each value of the `by` column, sorted by number if all values are numbers."""
+        rows_of: dict[str, list[int]] = {}
+        for row, value in enumerate(self.by or ()):
+            rows_of.setdefault(value, []).append(row)
+        if len(rows_of) > MAX_SLICES:
+            problem = f"--by: {len(rows_of):,} different values, expected at most {MAX_SLICES}"
+            raise DataError(self.source, None, problem)
+        try:
+            values = sorted(rows_of, key=float)
+        except ValueError:
+            values = sorted(rows_of)
+        slices = {}
+        for value in values:
+            rows = rows_of[value]
+            slices[value] = self.pick_rows(rows)
+        return slices
+
+    def pick_rows(self, rows: Sequence[int]) -> Self:
+        """Return the answers of these rows, which are counted from 0."""
+        return replace(
+            self,
+            confidence=self.confidence[rows],
+            correct=self.correct[rows],
+            question=_pick_rows(self.question, rows),
+            read_as=_pick_rows(self.read_as, rows),
+            by=_pick_rows(self.by, rows),
+        )
+
+    def count_unparsed_as_wrong(self) -> Self:
+        """Return the answers with every forced one counted as wrong."""
+        if self.read_as is None:
+            missing = "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
+            raise DataError(self.source, None, missing)
+        parsed = np.array([kind != "fallback" for kind in self.read_as], dtype=np.bool_)
+        return replace(self, correct=self.correct & parsed)
+
+
+def _pick_rows(column: list[str] | None, rows: Sequence[int]) -> list[str] | None:
+    if column is None:
+        return None
+    return [column[row] for row in rows]
+
+
+def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed = "fallback") -> GradedAnswers:
+    """Read answers that are right or wrong; a bad row raises a DataError with the file, the row and the field.
+
+    Args:
+        path: Any file that `catto measure` reads.
+        names: Names of the columns.
+        unparsed: Whether forced answers count as wrong.
+    """
+    answers = read_confidences(path, names)
+    if not isinstance(answers, GradedAnswers):
+        column = (names or ColumnNames()).correct
+        raise DataError(path, None, f"no column '{column}', nor 'label' and 'gold', nor 'label_logprobs' and 'gold'")
+    if unparsed == "wrong":
+        return answers.count_unparsed_as_wrong()
+    return answers
+
+
+def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
+    """Read answers; the result is GradedAnswers if the rows show which were right.
+
+    Args:
+        path: Any file that `catto measure` reads.
+        names: Names of the columns.
+    """
+    names = names or ColumnNames()
+    _refuse_several_truths(path, names)
+    columns = _read_columns(path, names)
+    read_as = _check_sources(path, columns.get("source"))
+    confidence = np.array(columns["confidence"], dtype=np.float64)
+    correct = None
+    if "correct" in columns:
+        correct = np.array(columns["correct"], dtype=np.bool_)
+    if "gold" in columns:
+        with data_errors_at(path):
+            graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
+        confidence = graded.confidence
+        correct = graded.correct
+    answers = Confidences(
+        source=path,
+        confidence=confidence,
+        question=columns.get("question"),
+        read_as=read_as,
+        by=columns.get("by"),
+    )
+    if correct is None:
+        return answers
+    return GradedAnswers(**vars(answers), correct=correct)
+
+
+def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
+    options = []
+    if names.correct != "correct":
+        options.append("--correct")
+    if names.positive:
+        options.append("--positive")
+    if names.prediction:
+        options.append("--prediction")
+    if len(options) > 1:
+        raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right, give one of them")
+
+
+def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
+    """Return the column `source` if it says how answers were parsed; other tools use the name for something else."""
+    if sources is None:
+        return None
+    kinds = set(sources)
+    if kinds <= {"free", "plain", "fallback", "none"}:
+        return sources
+    only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}
+    if "fallback" in kinds and only_some_are_missing:
+        raise DataError(path, None, "source: expected free, plain or fallback in every row")
+    return None
+
+
+class _FieldReader(NamedTuple):
+    """How a column is read, and the field of a row that it is read from."""
+
+    reader: ColumnReader
+    field: str
+
+
+def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
+    """Read the columns of a plain table at once; else, or if a cell is bad, row by row, which names the row."""
+    columns = _read_plain_columns(path, names)
+    if columns is not None:
+        return columns
+    return _read_columns_by_row(path, names)
+
+
+def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None:
+    table = read_plain_table(path)
+    if table is None:
+        return None
+    [first] = table.slice(0, 1).to_pylist()
+    try:
+        columns = read_table_columns(table, _choose_readers(first, names))
+        if columns is None or find_format(first, names) != "catto":
+            return None
+    except ValueError:
+        return None
+    return columns
+
+
+def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
+    columns: dict[str, list[Any]] = {}
+    # For each column: append to it, read a cell, the name of its field.
+    steps: list[tuple[Callable[[Any], None], Callable[[str, Fields], Any], str]] = []
+    characters = 0
+    for row, fields in read_answers(path, names):
+        try:
+            if not steps:
+                for name, (reader, field) in _choose_readers(fields, names).items():
+                    columns[name] = []
+                    steps.append((columns[name].append, reader.read_cell, field))
+            for append, read_cell, field in steps:
+                value = read_cell(field, fields)
+                append(value)
+                if isinstance(value, str):
+                    characters += len(value)
+            if characters > MAX_TEXT:
+                raise ValueError(f"the texts of its columns have more than {MAX_TEXT:,} characters")
+        except ValueError as error:
+            raise DataError(path, row, str(error)) from None
+    if not steps:
+        raise DataError(path, None, "holds no rows")
+    return columns
+
+
+def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
+    """Decide from the first row how each column is read, and from which field."""
+    readers = {"confidence": _choose_confidence(first, names)}
+    readers |= _choose_correctness(first, names)
+    question = names.question
+    if question is None:
+        question = next((name for name in QUESTION_COLUMNS if name in first), None)
+    if question is not None:
+        _require_column(first, question)
+        readers["question"] = _FieldReader(TEXT, question)
+    if "source" in first:
+        readers["source"] = _FieldReader(SOURCE, "source")
+    if names.by is not None:
+        _require_column(first, names.by)
+        readers["by"] = _FieldReader(TEXT, names.by)
+    return readers
+
+
+def _require_column(first: Fields, name: str, hint: str = "") -> None:
+    try:
+        find_field(first, name)
+    except ValueError:
+        columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
+        raise ValueError(f"no column {name!r}{hint}{columns}") from None
+
+
+def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
+    is_default = names.confidence == "confidence"
+    if is_default and "confidence" not in first and "label_logprobs" in first:
+        return _FieldReader(ANSWER_PROBABILITY, names.prediction or "label")
+    _require_column(first, names.confidence)
+    return _FieldReader(PROBABILITY, names.confidence)
+
+
+def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
+    """Return what is read to know which answers are right: `correct`, or `gold` and `answer`, or nothing."""
+    names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
+    names_correct = names.correct != "correct"
+    if names_correct or ("correct" in first and not names_labels):
+        _require_column(first, names.correct)
+        return {"correct": _FieldReader(TRUTH, names.correct)}
+    has_labels = "gold" in first and ("label" in first or "label_logprobs" in first)
+    if not names_labels and not has_labels:
+        return {}
+    gold = names.gold or "gold"
+    _require_column(first, gold)
+    readers = {"gold": _FieldReader(TEXT, gold)}
+    if names.positive is not None:
+        return readers
+    prediction = names.prediction or "label"
+    is_top_label = prediction == "label" and "label_logprobs" in first
+    if not is_top_label:
+        hint = (
+            f" to compare with {gold!r}: name it with --prediction, or with --positive the label whose probability "
+            f"{names.confidence!r} is"
+        )
+        _require_column(first, prediction, hint)
+    readers["answer"] = _FieldReader(ANSWER, prediction)
+    return readers
+
+
+class _Graded(NamedTuple):
+    """Confidence and correctness of the answers, (N,) each."""
+
+    confidence: Floats
+    correct: Bools
+
+
+def _grade_answers(
+    confidence: Floats, *, gold: list[str], answer: list[str | None] | None, names: ColumnNames
+) -> _Graded:
+    """Compare the answers with the gold labels; without answers, the confidence is the probability of one label."""
+    if answer is None:
+        return _grade_probability(confidence, gold, names)
+    _refuse_two_spellings(answer, gold)
+    _refuse_probability_of_label(confidence, answer, names)
+    correct = np.array([label == right for label, right in zip(answer, gold, strict=True)], dtype=np.bool_)
+    return _Graded(confidence, correct)
+
+
+def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) -> _Graded:
+    """Take the likelier of two labels as the answer: `confidence` is the probability of `names.positive`."""
+    labels = sorted(set(gold))
+    if len({*labels, names.positive}) > 2:
+        expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {join_names(labels)}"
+        raise ValueError(f"--positive {names.positive}: {expected}")
+    answers_positive = confidence >= 0.5
+    is_positive = np.array([label == names.positive for label in gold], dtype=np.bool_)
+    confidence_of_answer = np.where(answers_positive, confidence, 1.0 - confidence)
+    return _Graded(confidence_of_answer, answers_positive == is_positive)
+
+
+def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
+    """Raise ValueError if no answer is ever right although there are few labels with many answers each."""
+    answer_labels = {label for label in answer if label is not None}
+    gold_labels = set(gold)
+    several_labels = len(answer_labels) > 1 and len(gold_labels) > 1
+    many_rows_per_label = len(gold) >= MIN_ROWS_PER_LABEL * len(gold_labels)
+    if several_labels and many_rows_per_label and not answer_labels & gold_labels:
+        raise ValueError(
+            "no answer ever equals a right one, so labels seem to be written in two ways: the answers are "
+            f"{join_names(sorted(answer_labels), 4)}, the right ones are {join_names(sorted(gold_labels), 4)}"
+        )
+
+
+def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], names: ColumnNames) -> None:
+    """Raise ValueError if the confidence is below a half for one label of two and above for the other."""
+    low = confidence < 0.5
+    above = set()
+    below = set()
+    for label, is_low in zip(answer, low.tolist(), strict=True):
+        if is_low:
+            below.add(label)
+        else:
+            above.add(label)
+    one_label_per_side = len(above) == 1 and len(below) == 1 and above != below
+    enough_rows = min(low.sum(), (~low).sum()) >= MIN_ROWS_PER_SIDE
+    if one_label_per_side and enough_rows:
+        [label_above] = above
+        [label_below] = below
+        raise ValueError(
+            f"{names.confidence}: below 0.5 exactly where the answer is {label_below!r}, so it looks like the "
+            f"probability of {label_above!r} and not of the answer; if it is, say --positive {label_above}"
+        )

@@ -1,0 +1,268 @@
+"""Two methods on the same questions: differences with intervals, and a test that swaps their answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+import numpy as np
+from numpy.random import default_rng
+
+from catto.errors import DataError
+from catto.metrics.binning import (
+    Bools,
+    Floats,
+    Ints,
+    check_columns,
+    rank_shares,
+)
+from catto.metrics.intervals import ROUNDING, Comparison, summarise_draws
+from catto.metrics.resampling import (
+    Answers,
+    BootstrapOptions,
+    MetricFunction,
+    Numbering,
+    ResamplingOptions,
+    WeightedRun,
+    Weights,
+    cut_into_batches,
+    draw_question_counts,
+    evaluate_runs,
+    fill_options,
+    number_questions,
+)
+from catto.metrics.sharing import share_results
+
+# A difference is marked where its corrected p-value lies below.
+ALPHA = 0.05
+
+
+def compare(
+    metric: MetricFunction,
+    a: Answers,
+    b: Answers,
+    **options: Unpack[BootstrapOptions],
+) -> Comparison:
+    """Compare two methods on the same questions, aligned by id; see `compare_table`.
+
+    Args:
+        metric: A function of confidence and correct.
+        a: Answers of the first method, one per question.
+        b: Answers of the second method to the same questions, in any order.
+        options: See `BootstrapOptions`.
+
+    >>> from catto.metrics.errors import accuracy
+    >>> a, b = Answers("xyz", [0.9, 0.8, 0.7], [1, 1, 1]), Answers("zyx", [0.9, 0.8, 0.7], [1, 0, 0])
+    >>> round(compare(accuracy, a, b, resamples=100).difference, 4)
+    0.6667
+    """
+    return compare_table({"metric": metric}, [a], [b], **options)["metric"]
+
+
+def compare_table(
+    metrics: Mapping[str, MetricFunction],
+    a: Sequence[Answers],
+    b: Sequence[Answers],
+    *,
+    swaps: int = 0,
+    **options: Unpack[BootstrapOptions],
+) -> dict[str, Comparison]:
+    """Compare two methods run by run on the same questions: each metric's mean over runs of a less that of b.
+
+    Interval: percentile bootstrap over questions, both methods on the same draw. p-value: swap test, where each
+    question's two answers change places with probability 1/2; `(1 + swaps at least as far from 0) / (1 + swaps)`.
+    A swap on which the metric is undefined counts as far from 0. Where the difference itself is undefined, so is the
+    p-value. A metric of the order alone (AUROC) is swapped on ranks within each method, whose scales may differ.
+
+    There are as many swaps as resamples. If those give a p-value below ALPHA and `swaps` is larger, the test continues
+    to `swaps`: a correction for many comparisons needs small p-values, and only a test that may still show something
+    needs the work. Stopping the others early can only lose differences.
+
+    Args:
+        metrics: Name -> metric.
+        a: Runs of the first method, one answer per question each.
+        b: As many runs of the second method; each answers the questions of the run of a in the same place.
+        swaps: Largest number of swaps, see above.
+        options: See `BootstrapOptions`.
+
+    >>> from catto.metrics.errors import accuracy
+    >>> a, b = Answers("xy", [0.9, 0.8], [1, 1]), Answers("xy", [0.9, 0.8], [1, 0])
+    >>> compare_table({"accuracy": accuracy}, [a], [b], resamples=10)["accuracy"].difference
+    0.5
+    """
+    filled = fill_options(options)
+    if len(a) != len(b) or not a:
+        raise ValueError(f"a has {len(a)} runs and b has {len(b)}, expected the same number, at least one")
+    pairs = [_align_answers(first, second) for first, second in zip(a, b, strict=True)]
+    numbering = number_questions([run.question for run in a], [pair.confidence_a for pair in pairs])
+    paired = _PairedRuns(list(metrics.values()), pairs, numbering)
+
+    with share_results():
+        batches = []
+        for weights in draw_question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
+            nobody = np.zeros_like(weights)
+            batches.append(paired.evaluate_differences(weights, nobody))
+        draws = np.hstack(batches)
+        p_values = _test_by_swaps(paired, numbering.questions, swaps, filled)
+
+    comparisons = {}
+    for place, name in enumerate(metrics):
+        value_a, value_b = paired.values[place].tolist()
+        band = summarise_draws(draws[place], filled.level)
+        comparisons[name] = Comparison(
+            a=value_a,
+            b=value_b,
+            difference=value_a - value_b,
+            low=band.low,
+            high=band.high,
+            level=filled.level,
+            p_value=float(p_values[place]),
+            undefined=band.undefined,
+        )
+    return comparisons
+
+
+class _Pair(NamedTuple):
+    """One run of two methods, row by row on the same questions. (N,) each."""
+
+    confidence_a: Floats
+    correct_a: Bools
+    confidence_b: Floats
+    correct_b: Bools
+
+
+class _PairedRuns:
+    """Metrics of two methods under weights that say how often each of the two answers a question.
+
+    Attributes:
+        values: (metrics, 2), the mean over runs of each metric of a and of b.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[MetricFunction],
+        pairs: Sequence[_Pair],
+        numbering: Numbering,
+    ) -> None:
+        ranked_pairs = [_rank_confidences(pair) for pair in pairs]
+        self.values = _measure_both(functions, pairs)
+        values_of_ranks = _measure_both(functions, ranked_pairs)
+        is_equal = np.isclose(self.values, values_of_ranks, rtol=0.0, atol=ROUNDING, equal_nan=True)
+        reads_order_only = is_equal.all(axis=1)
+        # Places of metrics, these metrics, and the runs that they read.
+        self._parts: list[tuple[Ints, list[MetricFunction], list[WeightedRun]]] = []
+        for chosen, chosen_pairs in ((~reads_order_only, pairs), (reads_order_only, ranked_pairs)):
+            places = np.flatnonzero(chosen)
+            if len(places):
+                runs = _join_pairs(chosen_pairs, numbering)
+                self._parts.append((places, [functions[int(place)] for place in places], runs))
+
+    def evaluate_differences(self, first: Weights, second: Weights) -> Floats:
+        """Return each metric of one method less that of the other, (metrics, R).
+
+        The one method gives a's answers as often as `first` says and b's as often as `second` says; the other one the
+        other way round. Both (R, Q).
+        """
+        kept = np.hstack([first, second])
+        swapped = np.hstack([second, first])
+        differences = np.empty((len(self.values), len(first)))
+        for places, functions, runs in self._parts:
+            differences[places] = evaluate_runs(functions, runs, kept) - evaluate_runs(functions, runs, swapped)
+        return differences
+
+
+def _rank_confidences(pair: _Pair) -> _Pair:
+    return pair._replace(confidence_a=rank_shares(pair.confidence_a), confidence_b=rank_shares(pair.confidence_b))
+
+
+def _measure_both(functions: Sequence[MetricFunction], pairs: Sequence[_Pair]) -> Floats:
+    """Return the mean over runs of each metric of a and of b. (metrics, 2)."""
+    values = np.empty((len(functions), 2))
+    for place, metric in enumerate(functions):
+        values[place, 0] = np.mean([metric(pair.confidence_a, pair.correct_a) for pair in pairs])
+        values[place, 1] = np.mean([metric(pair.confidence_b, pair.correct_b) for pair in pairs])
+    return values
+
+
+def _join_pairs(pairs: Sequence[_Pair], numbering: Numbering) -> list[WeightedRun]:
+    """Put the rows of b after those of a, and number its questions after a's."""
+    runs = []
+    for pair, question in zip(pairs, numbering.of_rows, strict=True):
+        confidence = np.append(pair.confidence_a, pair.confidence_b)
+        correct = np.append(pair.correct_a, pair.correct_b)
+        runs.append(WeightedRun(confidence, correct, np.append(question, question + numbering.questions)))
+    return runs
+
+
+def _test_by_swaps(
+    paired: _PairedRuns,
+    questions: int,
+    swaps: int,
+    options: ResamplingOptions,
+) -> Floats:
+    """Return the p-value of each metric, nan where its difference is undefined. (metrics,)."""
+    observed = np.abs(paired.values[:, 0] - paired.values[:, 1])
+    is_running = ~np.isnan(observed)
+    p_values: Floats = np.full(len(observed), np.nan)
+    far = np.zeros(len(observed))
+    done = 0
+    rng = default_rng(options.seed)
+    first_swaps = cut_into_batches(options.resamples, questions, options.tick)
+    further_swaps = cut_into_batches(max(0, swaps - options.resamples), questions, options.tick)
+    for size in chain(first_swaps, further_swaps):
+        if done >= options.resamples:
+            is_running &= p_values < ALPHA
+        if not is_running.any():
+            break
+        stays = rng.random((size, questions)) >= 0.5
+        differences = paired.evaluate_differences(stays, ~stays)
+        # Rounding must not break a tie. A comparison with nan is False, so undefined counts as far.
+        is_close = np.abs(differences) < observed[:, None] - ROUNDING
+        far += np.sum(~is_close, axis=1)
+        done += size
+        p_values = np.where(is_running, (1.0 + far) / (1.0 + done), p_values)
+    return p_values
+
+
+def _align_answers(a: Answers, b: Answers) -> _Pair:
+    """Bring the rows of b into the order of a's questions.
+
+    DataError where they do not answer the same questions, each once.
+    """
+    name_a = a.source or "a"
+    name_b = b.source or "b"
+    rows_a = _index_questions(a, name_a)
+    rows_b = _index_questions(b, name_b)
+    _require_questions(rows_a, name_a, rows_b, name_b)
+    _require_questions(rows_b, name_b, rows_a, name_a)
+    confidence_a, correct_a = check_columns(a.confidence, a.correct)
+    confidence_b, correct_b = check_columns(b.confidence, b.correct)
+    order = np.array([rows_b[question] for question in rows_a], dtype=np.intp)
+    return _Pair(confidence_a, correct_a, confidence_b[order], correct_b[order])
+
+
+def _index_questions(answers: Answers, name: str | Path) -> dict[object, int]:
+    """Return the row of each question, in the order of the rows; DataError where a question has several rows."""
+    if answers.question is None:
+        raise DataError(name, None, "no column 'question' or 'id' that names the question to pair the answers by")
+    row_of = {question: row for row, question in enumerate(answers.question)}
+    if len(row_of) < len(answers.question):
+        most_frequent = Counter(answers.question).most_common(1)[0][0]
+        raise DataError(name, None, f"question {most_frequent!r} is in several rows; pairing needs one")
+    if len(row_of) != np.size(answers.confidence):
+        raise DataError(name, None, f"{len(row_of)} questions and {np.size(answers.confidence)} confidences")
+    return row_of
+
+
+def _require_questions(
+    wanted: Mapping[object, int],
+    name: str | Path,
+    present: Mapping[object, int],
+    present_name: str | Path,
+) -> None:
+    missing = [question for question in wanted if question not in present]
+    if missing:
+        raise DataError(present_name, None, f"{len(missing)} questions of {name} are missing, first {missing[0]!r}")

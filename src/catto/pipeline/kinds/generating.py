@@ -1,0 +1,80 @@
+"""The engine with which stages generate and score, and what determines the text that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from catto.engines import Context, Engine, Generation, Key, Request, Scores, open_engine
+from catto.io.record_files import read_manifest
+from catto.pipeline.stage import StageSettings, Work
+from catto.recipe.settings import EvaluationSettings
+from catto.records import Refusal
+
+_last: tuple[tuple[str, str, int], Engine] | None = None
+
+
+@dataclass(frozen=True)
+class Generating(StageSettings):
+    """What determines generated text and its scores, whatever the model."""
+
+    evaluation: EvaluationSettings
+    reasoning: bool
+    prompts: str  # fingerprint of their wording
+
+    excluded: ClassVar = {
+        "evaluation": frozenset({"bins", "resamples", "unparsed", "decode", "k", "sampling", "preference_pairs"})
+    }
+
+
+def open_model_engine(work: Work, evaluation: EvaluationSettings) -> Engine:
+    """Return the engine on the model that a stage needs. The last one is kept: the next stage often needs it too."""
+    global _last
+    path = str(work.model().resolve())
+    key = (evaluation.engine, path, evaluation.batch_size)
+    if _last is None or _last[0] != key:
+        release_engine()
+        _last = (key, open_engine(evaluation.engine, path, batch_size=evaluation.batch_size))
+    engine = _last[1]
+    engine.model = work.stage.needs["model"].name  # predictions name the model, not its folder
+    return engine
+
+
+class StoredEngine(Engine):
+    """The engine that wrote a stage's generations, for reading them: its model is loaded where scores are missing."""
+
+    def __init__(self, work: Work, evaluation: EvaluationSettings, generations: Path) -> None:
+        notes = read_manifest(generations).notes
+        self.work = work
+        self.evaluation = evaluation
+        self.name = notes["engine"]
+        self.model = notes["model"]
+        self.batch_size = evaluation.batch_size
+        if "positions" in notes:
+            self.positions = notes["positions"]
+        else:  # generations that were stored without scores need the model anyway
+            self.positions = open_model_engine(work, evaluation).positions
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer beside the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.work.model())
+
+    def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
+        """Generate with the model itself."""
+        return open_model_engine(self.work, self.evaluation).generate(requests, done)
+
+    def score(self, contexts: Sequence[Context]) -> list[Scores]:
+        """Score what was not scored when it was generated."""
+        return open_model_engine(self.work, self.evaluation).score(contexts)
+
+
+def release_engine() -> None:
+    """Drop the last engine, for a stage that needs the memory."""
+    global _last
+    _last = None

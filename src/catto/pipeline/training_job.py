@@ -1,0 +1,257 @@
+"""A training: the start model, a trainer with its rows, and the trained model with how the training went."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+
+from catto.engines import check_hub
+from catto.io.atomic import build_folder, write_text
+from catto.io.record_files import read_records
+from catto.pipeline import launch
+from catto.pipeline.kinds.train import TrainingJob
+from catto.pipeline.prepare_training import PreparedTraining, prepare_preference, prepare_supervised
+from catto.pipeline.stage import write_json
+from catto.prompts import JUDGEMENT_LABELS
+from catto.recipe.settings import ModelSettings
+from catto.records import SftRow
+from catto.training.checkpoints import newest_complete
+from catto.training.models import scratch_model, word_tokenizer
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[int, int, str], None]
+
+
+def start_training(job: TrainingJob, progress: Progress) -> None:
+    """Train here or, with `launch`, in as many processes as the recipe says."""
+    if job.settings.launch.processes == 1:
+        train_method(job, progress)
+        return
+    torch.cuda.empty_cache()  # what an engine of this process has left
+    file = job.out / "job.json"
+    file.write_bytes(TypeAdapter(TrainingJob).dump_json(job))
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    launch.run_processes(launch.build_command(job.settings.launch, file, devices), progress)
+
+
+def train_method(job: TrainingJob, progress: Progress) -> None:
+    """Train, alone or as one of the processes that share a training; rank 0 writes the model and training.json.
+
+    The fields of training.json are those of `report.numbers.Training`.
+    """
+    is_on_pairs = job.settings.method.stage == "preference"
+    model, tokenizer = _load_start(job, adapted=not is_on_pairs)
+    prepare = prepare_preference if is_on_pairs else prepare_supervised
+    prepared = prepare(job, model, tokenizer)
+    trainer = prepared.trainer
+    _warn_of_filled_batches(job, prepared)
+    _check_tied_head(trainer.model)
+    clock = _Clock(job, progress)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    if trainer.args.report_to and trainer.validation:
+        from catto.integrations.trainer_callback import ValidationReliability
+
+        trainer.add_callback(ValidationReliability(trainer))
+    checkpoint = newest_complete(job.out / "checkpoints")
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    weights = gather_weights(trainer)
+    if not trainer.is_world_process_zero():
+        return
+    trained = trainer.model
+    if weights is not None:
+        trained, _ = _load_start(job)
+        load_trained(trained, weights)
+    save_model(trained, tokenizer, job.out / "model")
+    write_json(job.out / "training.json", _describe_training(prepared, clock.seconds()))
+
+
+def _warn_of_filled_batches(job: TrainingJob, prepared: PreparedTraining) -> None:
+    """Warn where the processes repeat rows at the end of an epoch, so that all have as many."""
+    processes = job.settings.launch.processes
+    rows_per_step = prepared.trainer.args.per_device_train_batch_size * processes
+    repeated = -prepared.rows % rows_per_step
+    if processes > 1 and repeated:
+        message = "%d rows are no multiple of the batch: each epoch ends with %d rows again"
+        logger.warning(message, prepared.rows, repeated)
+
+
+def _check_tied_head(model: Any) -> None:
+    """Raise ValueError for an adapter of the input embedding whose weights are the head's too."""
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is head.weight:
+        raise ValueError("model.peft: an adapter of the input embedding would, once merged, move the head tied to it")
+
+
+def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, Any]:
+    """Return the fields of training.json."""
+    trainer = prepared.trainer
+    state = trainer.state
+    epochs = round(state.epoch, 4)
+    return {
+        "learning_rate": trainer.args.learning_rate,
+        "seconds": round(seconds, 1),
+        "tokens": round(prepared.tokens * epochs),
+        "rows": prepared.rows,
+        "dropped": prepared.dropped,
+        "epochs": epochs,
+        "steps": state.global_step,
+        "kept_step": trainer.kept_step,
+        "kept_epochs": round(epochs * trainer.kept_step / state.global_step, 4),
+        "reward_accuracy": _average_reward_accuracy(state.log_history),
+        "history": _read_history(state.log_history),
+    }
+
+
+def _average_reward_accuracy(logs: Iterable[dict[str, float]]) -> float | None:
+    """Return the share of pairs in which the chosen response gained more than the rejected one, late in training."""
+    accuracies = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
+    if not accuracies:
+        return None
+    last_quarter = accuracies[-max(len(accuracies) // 4, 1) :]
+    return sum(last_quarter) / len(last_quarter)
+
+
+def _read_history(logs: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+    """Return what was measured on validation, step by step, with the reward margin that was logged last before it."""
+    history: list[dict[str, float]] = []
+    margin: dict[str, float] = {}
+    for entry in logs:
+        if "rewards/margins" in entry:
+            margin = {"reward_margin": entry["rewards/margins"]}
+        if "eval_val_ece" in entry:
+            measured = {name.removeprefix("eval_"): value for name, value in entry.items() if "eval_val_" in name}
+            history.append({"step": entry["step"], **measured, **margin})
+    return history
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
+    """Return the model that this training starts from, `adapted` by what `model.peft` says, and its tokenizer."""
+    settings = job.settings.model
+    if "start" in job.inputs:
+        model, tokenizer = load_model(str(job.inputs["start"]), settings)
+    elif settings.scratch is not None:
+        tokenizer = _make_tokenizer(job.inputs["teacher"])
+        model = scratch_model(tokenizer, settings.scratch, job.settings.seed)
+    else:
+        model, tokenizer = load_model(settings.path or "", settings)
+    if adapted and settings.peft is not None:
+        torch.manual_seed(job.settings.seed)  # the trainer's comes too late for the adapter's random weights
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
+    return model, tokenizer
+
+
+def _make_tokenizer(folder: Path) -> Any:
+    """Make the tokenizer of a model from scratch: one token per word of the teacher's rows."""
+    # The first file has every word of tasks with labels. Rows that judge an answer lack the words of its reasoning.
+    rows = list(read_records(folder / "outcome.jsonl", SftRow))
+    if rows and rows[0].labels == JUDGEMENT_LABELS:
+        rows += read_records(folder / "sft.jsonl", SftRow)
+    texts = [message.content for row in rows for message in (*row.prompt, *row.completion)]
+    answers = {f" {label}" for row in rows for label in row.labels}  # `<answer> A`: words that no row may have
+    return word_tokenizer([*texts, *answers])
+
+
+def load_model(path: str, settings: ModelSettings) -> tuple[Any, Any]:
+    """Load a model in the recipe's precision, and its tokenizer with a token for padding."""
+    check_hub(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=settings.attention)
+    return model, tokenizer
+
+
+def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
+    if hasattr(model, "merge_and_unload"):
+        model = model.float().merge_and_unload()
+    with build_folder(folder) as beside:
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+
+
+def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
+    """Return the trained weights, on rank 0, of a model that the processes hold in pieces; None of a whole one."""
+    if trainer.is_deepspeed_enabled:
+        return _gather_from_deepspeed(trainer)
+    if trainer.is_fsdp_enabled:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_model_state_dict(trainer.model, options=options)  # type: ignore[return-value]
+    return None
+
+
+def _gather_from_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the optimizer's weights: those of a model in bf16 are rounded."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in trainer.model.named_parameters():
+        if weight.requires_grad:
+            whole = safe_get_full_fp32_param(weight)  # with the pieces of all ranks
+            if trainer.is_world_process_zero():
+                weights[name] = whole.cpu()
+    return weights
+
+
+def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Put the trained weights into the model that the training started from; the others are as they started."""
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    differing = sorted(set(unexpected) | trained.intersection(missing))
+    if differing:
+        problem = f"{len(differing)} differ, as {differing[0]}"
+        raise RuntimeError(f"the gathered weights are not those of the model: {problem}")
+
+
+# ---- its clock ------------------------------------------------------------------------------------------------------
+
+
+class _Clock(TrainerCallback):  # type: ignore[misc]
+    """Counts the seconds of training over all runs of a stage, reports progress and writes the stage's log."""
+
+    def __init__(self, job: TrainingJob, progress: Progress) -> None:
+        self.progress = progress
+        self.began = time.monotonic()
+        self.file = job.out / "seconds.json"
+        self.before = 0.0
+        if self.file.exists():
+            self.before = float(json.loads(self.file.read_text()))
+        self.note = ""
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self.before + time.monotonic() - self.began
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Report progress."""
+        self.progress(state.global_step, state.max_steps, self.note)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Log what the trainer logs; keep the newest loss and validation numbers for the display."""
+        logs = logs or {}
+        logger.info("step %d of %d: %s", state.global_step, state.max_steps, json.dumps(logs, default=str))
+        if "loss" in logs:
+            self.note = f"loss {logs['loss']:.3f}"
+        if "eval_val_ece" in logs:
+            self.note = f"val acc {100 * logs['eval_val_accuracy']:.1f} ECE {100 * logs['eval_val_ece']:.1f}"
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Store the seconds, so that a kill loses only those since the checkpoint."""
+        if state.is_world_process_zero:
+            write_text(self.file, json.dumps(self.seconds()))

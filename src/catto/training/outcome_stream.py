@@ -1,0 +1,93 @@
+"""The third stream next to the pairs: which responses each micro-batch scores or replays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from catto.training.config import CATTOConfig
+from catto.training.examples import (
+    Example,
+    drop_too_long,
+    with_targets,
+)
+
+
+class OutcomeStream:
+    """A third stream next to the pairs: endless passes over the examples, each pass in its own order.
+
+    The choice depends only on the seed, the step and the position in the step. A killed run therefore resumes with the
+    same examples, whatever the order of accumulation and the number of processes.
+    """
+
+    def __init__(self, examples: Sequence[Example], config: CATTOConfig) -> None:
+        self.examples = examples
+        self.per_pair = config.outcome_rows_per_pair
+        self.seed = config.data_seed
+        if self.seed is None:
+            self.seed = config.seed
+        self._step = -1
+        self._micro_batch = 0
+        self._pass = -1
+        self._order = np.arange(0)
+
+    def take_examples(self, trainer: Any, pairs: int) -> list[Example]:
+        """Return the examples of this process's next micro-batch of `pairs` pairs."""
+        args = trainer.args
+        step = trainer.state.global_step
+        if step == self._step:
+            self._micro_batch += 1
+        else:
+            self._micro_batch = 0
+        self._step = step
+        micro_batch = step * args.gradient_accumulation_steps + self._micro_batch
+        examples_per_batch = args.per_device_train_batch_size * self.per_pair
+        start = (micro_batch * args.world_size + args.process_index) * examples_per_batch
+        return [self.example_at(start + offset) for offset in range(pairs * self.per_pair)]
+
+    def example_at(self, position: int) -> Example:
+        """Return example number `position` of the endless stream."""
+        number_of_pass, place = divmod(position, len(self.examples))
+        if number_of_pass != self._pass:
+            generator = np.random.default_rng((self.seed, number_of_pass))
+            self._pass = number_of_pass
+            self._order = generator.permutation(len(self.examples))
+        return self.examples[int(self._order[place])]
+
+
+def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
+    """Return the stream of the examples that fit; None if there are none or the term has weight 0.
+
+    Raises:
+        ValueError: Nothing would read the examples, or an option needs examples.
+    """
+    if examples and args.calibration not in ("outcome", "replay"):
+        raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
+    if not examples:
+        _refuse_stream_options(args)
+        return None
+    if not args.weight:
+        return None
+    if args.calibration == "outcome":
+        examples = with_targets(examples, args.outcome_target)
+    fitting = drop_too_long(
+        list(examples),
+        args.max_length,
+        length_of=lambda example: example.tokens,
+        name_of=lambda example: example.question,
+    )
+    return OutcomeStream(fitting, args)
+
+
+def _refuse_stream_options(args: CATTOConfig) -> None:
+    """Refuse options that have no effect, or no meaning, without outcome_examples."""
+    if args.calibration == "replay":
+        raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
+    if args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
+        raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
+    if args.outcome_target != "gold":
+        raise ValueError(
+            f"outcome_target is {args.outcome_target!r} but outcome_examples, which hold votes, are not given"
+        )
