@@ -96,20 +96,23 @@ class ParseCounts:
 
     @property
     def forced(self) -> bool:
-        """Whether more than a fifth of the answers had to be forced, so that no verdict on the model is given."""
-        return self.share("fallback") > MOST_FORCED
+        """Whether more than a fifth of the answers were forced or are missing: no verdict on the model is given."""
+        return max(self.share("fallback"), self.share("none")) > MOST_FORCED
 
     @property
     def summary(self) -> str:
-        """`17 of 20 answers had to be forced`."""
+        """`17 of 20 answers had to be forced`, or `17 of 20 responses have no answer`."""
+        if self.none > self.fallback:
+            return f"{self.none:,} of {self.total:,} responses have no answer"
         return f"{self.fallback:,} of {self.total:,} answers had to be forced"
 
     @property
     def warning(self) -> str | None:
-        """The warning to print before any number if too many answers were forced."""
+        """The warning to print before any number if too many answers were forced or are missing."""
         if not self.forced:
             return None
-        return f"{self.summary}: the numbers below describe the fallback, not the model."
+        described = "missing answers" if self.none > self.fallback else "the fallback"
+        return f"{self.summary}: the numbers below describe {described}, not the model."
 
     def describe(self, note: str = "") -> str:
         """Return the shares as text: `fallback 2.0 % (note)`, and `plain 4.0 %` if there are any."""

@@ -78,7 +78,7 @@ def test_each_schema_goes_through_the_commands_with_each_kind(
     shown = run(capsys, "eval", folder, *source, *sampling, "--confidence-kind", kind, "--out", out)
     assert shown.code == 0, shown.err
     assert "The same answers, by kind of confidence" in shown.out
-    assert "forced: the numbers" not in shown.out
+    assert "had to be forced" not in shown.out
     assert "generated tokens" in shown.out
     predictions = list(read_records(out / "predictions.jsonl", Prediction))
     assert len(predictions) == 100

@@ -9,7 +9,7 @@ import pytest
 from open_world import choices, dense_probability, engine, sums
 
 from catto.answer.verbal import read_stated_confidence
-from catto.answer_columns import read_graded
+from catto.answer_columns import ParseCounts, read_graded
 from catto.calibrate import final_answers, fit_file
 from catto.elicit import choose_kind, evaluate_kinds, sibling_path, summarise_kinds
 from catto.engines.transformers import TransformersEngine
@@ -182,6 +182,14 @@ def test_a_summary_of_kinds_is_that_of_the_metrics() -> None:
     assert verbal.brier == pytest.approx((1.0 + 0.25) / 2)
     with pytest.raises(ValueError, match="confidence kind agreement: question a sample 0 has ptrue, verbal"):
         choose_kind([right, wrong], "agreement")
+
+
+def test_many_missing_answers_are_said_before_any_number() -> None:
+    counts = ParseCounts.of(["plain"] * 3 + ["none"] * 17)
+    assert counts.forced
+    warning = "17 of 20 responses have no answer: the numbers below describe missing answers, not the model."
+    assert counts.warning == warning
+    assert "no answer 85.0 %" in counts.describe()
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def test_bf16_model_gets_an_fp32_head_and_keeps_its_own_soft_cap(shape: dict[str
     assert model(ids).logits.dtype == torch.bfloat16
 
 
+# PEFT 0.18 warns about the tied weights that this test is about.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("adapter", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 40]}])
 def test_a_bf16_head_that_peft_wraps_runs_in_fp32_too(adapter: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
