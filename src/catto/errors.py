@@ -181,7 +181,7 @@ def _count_keys(value: Any, depth_left: int = MOST_DEPTH) -> int:
 
 
 def _parse_strictly(text: str) -> Any:
-    """Parse JSON with Python's parser, which reports duplicate keys and says what is wrong."""
+    """Parse JSON with Python's parser, which says what is wrong; `_DECODER` refuses duplicate keys."""
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -196,7 +196,7 @@ def _parse_strictly(text: str) -> Any:
         if "digits" in str(error):  # Python's own limit on the conversion, in its own words
             raise ValueError("a whole number of more digits than can be read") from None
         raise
-    _count_keys(value)
+    _count_keys(value)  # raises where the value is nested too deeply
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # such text cannot be written, hashed or printed

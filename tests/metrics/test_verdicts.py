@@ -61,7 +61,7 @@ def test_mostly_forced_answers_are_told_first_and_get_no_verdict(tmp_path: Path,
     found = measured(capsys, path)
     assert next(iter(found)) == "warning"
     assert (found["warning"], found["verdict"]) == (FORCED, None)
-    assert found["sources"] == {"free": 3, "plain": 0, "fallback": 17}
+    assert found["sources"] == {"free": 3, "plain": 0, "fallback": 17, "none": 0}
 
 
 def test_a_fifth_of_forced_answers_is_still_judged(tmp_path: Path, capsys: Capture) -> None:
@@ -84,7 +84,7 @@ def test_plain_answers_are_counted_beside_the_forced_ones(tmp_path: Path, capsys
     path = answers(tmp_path, forced=2, plain_ones=3)
     shown = run(capsys, "measure", path, "--resamples", "20").out
     assert "fallback 10.0 % (accuracy 70.0 with those counted wrong), plain 15.0 %." in shown
-    assert measured(capsys, path)["sources"] == {"free": 15, "plain": 3, "fallback": 2}
+    assert measured(capsys, path)["sources"] == {"free": 15, "plain": 3, "fallback": 2, "none": 0}
 
 
 def test_calibrate_and_select_say_it_too(tmp_path: Path, capsys: Capture) -> None:
@@ -321,7 +321,7 @@ def test_select_shows_fallback_temperature_and_auroc_within(tmp_path: Path) -> N
     for row in json.loads(CliRunner().invoke(app, [path, "--k", "2", "--json"]).output):
         assert row["fallback_rate"] == 0.25
         assert (row["within"]["value"], row["within"]["questions"], row["within"]["pairs"]) == (1.0, 1, 1)
-        assert row["sources"] == {"free": 3, "plain": 0, "fallback": 1}
+        assert row["sources"] == {"free": 3, "plain": 0, "fallback": 1, "none": 0}
 
 
 def test_a_sample_without_an_answer_is_a_wrong_one() -> None:

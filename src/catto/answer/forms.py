@@ -266,8 +266,8 @@ class FormReader:
 
     def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
         """Remove formatting and leads until a label is left, or a label with more after it."""
-        states = False
-        has_colon = True
+        states = False  # whether the text says that this is the answer: "The answer is B", "B is correct"
+        has_colon = True  # false after a lead without a colon, where "a" may be an article: "The answer is a"
         leads = 0
         reading = None
         for _ in range(MAX_LAYERS):

@@ -396,7 +396,13 @@ def _exchange_label(tokenizer: Any, own_path: TokenIds, written: str, rival: str
 
 
 def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Branches:
-    """Cut each label's tokens, those of its first character, where they tell it from every other label's."""
+    """Cut each label's tokens where they tell it from every other label's.
+
+    Args:
+        tokenizer: The tokenizer, for its name and tokens in errors.
+        paths: Label -> the tokens of its first character. There are several where a character is written in bytes.
+        head: The text before the label, for errors.
+    """
     if len(paths) == 1:
         return Branches(shared=(), paths=paths)
     shared = count_common(*paths.values())

@@ -527,7 +527,10 @@ def _spread_mass(
 
 @lru_cache(maxsize=8)
 def _frequencies(cells: int) -> tuple[Floats, Floats]:
-    """Return each frequency's factor of spreading onto two nodes, and the log of its factor in a kernel of width 1."""
+    """Return each frequency's factor of spreading onto two nodes, and the log of its factor in a kernel of width 1.
+
+    The log is negative: the kernel damps high frequencies.
+    """
     frequency = np.arange(cells + 1.0)
     spread = np.sinc(frequency / (2 * cells)) ** 2
     decay = -0.5 * (np.pi * frequency) ** 2
@@ -541,8 +544,10 @@ def _solve_bandwidth(mass: Floats, cells: int) -> float:
     spread, decay = _frequencies(cells)
     total = abs(float(mass.sum()))
     # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
-    mass[[0, -1]] *= 2.0
-    unfolded = np.concatenate((mass, mass[-2:0:-1]))
+    on_circle = mass.copy()
+    on_circle[[0, -1]] *= 2.0
+    unfolded = np.concatenate((on_circle, on_circle[-2:0:-1]))
+    # Spreading a mass onto two nodes smoothed it; dividing by the factor of that takes the smoothing back.
     spectrum = np.fft.rfft(unfolded).real / spread
 
     def excess_at(sigma: float) -> float:

@@ -41,7 +41,10 @@ def share_results() -> Iterator[None]:
 
 
 def keep_last(function: Callable[P, T]) -> Callable[P, T]:
-    """Return the last result again when a function is called with the very same arrays, within `share_results()`."""
+    """Return the last result again when a function is called with the same array objects, within `share_results()`.
+
+    The objects are compared, not their values, so arrays must not be changed in place inside the block.
+    """
 
     @wraps(function)
     def call_or_repeat(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -385,7 +385,10 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
         mean_logit = sums.total / spec.vocabulary
     entropy = None
     if "entropy" in spec.extras:
-        entropy = logsumexp - target.exp() * sums.target - rival.exp() * (sums.rival + sums.rest_z)
+        # The log-sum-exp minus the mean logit. p_j z_j of the rest sums to p_rival * rest_z, by the units of rest_z.
+        mean_of_target = target.exp() * sums.target
+        mean_of_others = rival.exp() * (sums.rival + sums.rest_z)
+        entropy = logsumexp - mean_of_target - mean_of_others
     log_sum_sq = None
     if "log_sum_sq" in spec.extras:
         log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())

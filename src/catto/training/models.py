@@ -37,6 +37,7 @@ def word_tokenizer(texts: Iterable[str]) -> Any:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     inner.decoder = decoders.Fuse()
+    # Added tokens are cut out of the text before PATTERN splits it, and kept as they are in the decoded text.
     inner.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,

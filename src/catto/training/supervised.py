@@ -125,9 +125,12 @@ class SupervisedTrainer(MonitoredTrainer):
             tokens = num_items_in_batch / across
         loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
         if self.bins is not None and output.labels is not None:
-            samples = len(batch.query_source) if self._step_samples is None else self._step_samples
-            bin_accuracy = self.bins.to_tensor(loss)
-            loss = loss + self.rcft_weight * rcft_loss(output.labels, bin_accuracy).sum() / samples
+            samples_per_process = self._step_samples
+            if samples_per_process is None:
+                samples_per_process = len(batch.query_source)
+            bin_accuracy = self.bins.to_tensor(like=loss)
+            rcft_sum = rcft_loss(output.labels, bin_accuracy).sum()
+            loss = loss + self.rcft_weight * rcft_sum / samples_per_process
         if output.aux_loss is not None:  # load balancing of a mixture of experts, as the model's own loss has it
             weight = self.model.config.get_text_config().router_aux_loss_coef
             loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
