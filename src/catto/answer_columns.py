@@ -299,7 +299,7 @@ def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
         return sources
     only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}
     if "fallback" in kinds and only_some_are_missing:
-        raise DataError(path, None, "source: expected free, plain or fallback in every row")
+        raise DataError(path, None, "source: expected free, plain, fallback or none in every row")
     return None
 
 

@@ -654,7 +654,7 @@ def test_two_ways_to_say_what_is_right_are_refused(tmp_path: Path, second: str) 
 def test_a_file_in_which_some_rows_do_not_say_how_they_were_read_is_refused(tmp_path: Path) -> None:
     sources = ["fallback"] * 3 + [None]
     rows = [{"id": n, "confidence": 0.9, "correct": True, "source": said} for n, said in enumerate(sources)]
-    with pytest.raises(DataError, match="source: expected free, plain or fallback in every row"):
+    with pytest.raises(DataError, match="source: expected free, plain, fallback or none in every row"):
         read(write_lines(tmp_path / "a.jsonl", rows))
     routed = [{**row, "source": row["source"] or "primary"} for row in rows]  # another kind of source
     assert read_graded(write_lines(tmp_path / "b.jsonl", routed)).read_as is None

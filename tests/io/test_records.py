@@ -47,7 +47,7 @@ def test_a_question_knows_its_labels_in_the_order_of_its_options() -> None:
     [
         ({"gold": "C"}, "gold 'C' is not one of A, B"),
         ({"options": [Option(label="A", text="a")] * 2}, "labels A, A repeat"),
-        ({"options": [Option(label="A", text="a")]}, "options: expected at least 2 entries"),
+        ({"options": [Option(label="A", text="a")]}, "1 options, expected at least 2, or accepted answers"),
         ({"split": "dev"}, "split: expected train, validation or test, got"),
         ({"answer": "A"}, "answer: unknown key"),
     ],
