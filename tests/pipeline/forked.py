@@ -9,10 +9,13 @@ import gc
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from tqdm import tqdm
 
 
 class Forked:
@@ -54,6 +57,8 @@ def _call(
     """In the new process: print into the pipe, call, and leave with 0, or with 1 after a traceback."""
     # What the parent left to its collector stays there: a finaliser may reach for a thread that only the parent has.
     gc.freeze()
+    # tqdm's own lock is shared by all processes: one that is killed while it holds the lock would block the others.
+    tqdm.set_lock(threading.RLock())
     os.close(reader)
     os.dup2(writer, 1)
     os.close(writer)
