@@ -105,6 +105,8 @@ def measure(model, tokenizer, questions, seed: int) -> dict[str, float]:
             confidence.append(stated)
             correct.append(label == question.gold)
             true_probability.append(question.posterior[label])
+    if not confidence:
+        return {"read": 0}
     distance = np.abs(np.array(confidence) - np.array(true_probability))
     return {
         "read": len(confidence),
