@@ -66,7 +66,7 @@ def test_every_training_moved_its_model(finished: Finished) -> None:
 
 def test_the_log_of_a_training_has_what_its_trainer_logs(finished: Finished) -> None:
     (path,) = finished.stages("dpo+catto-*/log.txt")
-    found = re.findall(r"catto\.pipeline\.kinds\.train: step (\d+) of 6: (\{.*\})$", path.read_text(), re.MULTILINE)
+    found = re.findall(r"catto\.pipeline\.training_job: step (\d+) of 6: (\{.*\})$", path.read_text(), re.MULTILINE)
     told = [(int(step), json.loads(text)) for step, text in found]
     assert [step for step, logs in told if "eval_val_ece" in logs] == [2, 4, 6]
     assert any("rewards/accuracies" in logs and "loss" in logs for _, logs in told)
