@@ -205,7 +205,7 @@ def test_statistics_of_rcft_are_fp32_in_autocast(
         (scores,) = TransformersEngine(network, tokenizer).score([context])
         hook.remove()
         with torch.inference_mode():
-            dense = (taken[0].float().flatten() @ network.lm_head.weight.float().T).log_softmax(-1)
+            dense = (taken[0][0, -1].float() @ network.lm_head.weight.float().T).log_softmax(-1)
         logits.append((dense[list(label)].clone(), torch.tensor(scores.logprobs)))
         return [0.3, 0.6, 0.9], [True, False, True]
 
