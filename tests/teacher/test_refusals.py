@@ -376,13 +376,17 @@ def test_an_evaluation_resumes_behind_its_refusals(tmp_path: Path) -> None:
 
 def test_what_is_in_flight_when_an_evaluation_stops_is_stored(tmp_path: Path) -> None:
     """Four at once: question 5 stops the run, and the replies to later ones come after that."""
-    out, whole, stopped = tmp_path / "a.jsonl", tmp_path / "b.jsonl", threading.Event()
+    out, whole = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    stopped = threading.Event()
+    later_asked = threading.Event()
 
     def respond(seen: Seen) -> Reply:
         if number(seen) == 5:
+            later_asked.wait(30)
             stopped.set()
             return error(402, "no money")
         if number(seen) > 5:
+            later_asked.set()
             stopped.wait(30)
         return answering(seen)._replace(delay=0.2 if number(seen) > 5 else 0.0)
 
