@@ -34,7 +34,7 @@ def count_shared_beginning(prompts: Iterable[Sequence[int]]) -> int:
         prompts: Token ids of the prompts.
 
     Returns:
-        The number of tokens; 0 if all prompts are equal.
+        The number of tokens; 0 if all prompts are equal, since they run as one prompt anyway.
 
     Example:
         >>> count_shared_beginning([(1, 2, 3), (1, 2, 4, 5)])

@@ -33,7 +33,10 @@ Progress = Callable[[int, int, str], None]
 
 
 def start_training(job: TrainingJob, progress: Progress) -> None:
-    """Train here or, with `launch`, in as many processes as the recipe says."""
+    """Train here or, with `launch`, in as many processes as the recipe says.
+
+    The processes read the job from job.json, which is written into its folder. RuntimeError if one of them fails.
+    """
     if job.settings.launch.processes == 1:
         train_method(job, progress)
         return
@@ -41,15 +44,18 @@ def start_training(job: TrainingJob, progress: Progress) -> None:
     file = job.out / "job.json"
     file.write_bytes(TypeAdapter(TrainingJob).dump_json(job))
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    launch.run_processes(launch.build_command(job.settings.launch, file, devices), progress)
+    command = launch.build_command(job.settings.launch, file, devices)
+    launch.run_processes(command, progress)
 
 
 def train_method(job: TrainingJob, progress: Progress) -> None:
     """Train, alone or as one of the processes that share a training; rank 0 writes the model and training.json.
 
-    The fields of training.json are those of `report.numbers.Training`.
+    A training that was killed resumes from its newest complete checkpoint. The fields of training.json are those of
+    `report.numbers.Training`.
     """
     is_on_pairs = job.settings.method.stage == "preference"
+    # On pairs, TRL adds the adapter itself.
     model, tokenizer = _load_start(job, adapted=not is_on_pairs)
     prepare = prepare_preference if is_on_pairs else prepare_supervised
     prepared = prepare(job, model, tokenizer)
@@ -59,19 +65,20 @@ def train_method(job: TrainingJob, progress: Progress) -> None:
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
-    if trainer.args.report_to and trainer.validation:
+    has_tracker = bool(trainer.args.report_to)
+    if has_tracker and trainer.validation:
         from catto.integrations.trainer_callback import ValidationReliability
 
         trainer.add_callback(ValidationReliability(trainer))
     checkpoint = newest_complete(job.out / "checkpoints")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    weights = gather_weights(trainer)
+    gathered_weights = gather_weights(trainer)  # all ranks take part
     if not trainer.is_world_process_zero():
         return
     trained = trainer.model
-    if weights is not None:
+    if gathered_weights is not None:  # no process holds the whole model
         trained, _ = _load_start(job)
-        load_trained(trained, weights)
+        load_trained(trained, gathered_weights)
     save_model(trained, tokenizer, job.out / "model")
     write_json(job.out / "training.json", _describe_training(prepared, clock.seconds()))
 
@@ -80,7 +87,7 @@ def _warn_of_filled_batches(job: TrainingJob, prepared: PreparedTraining) -> Non
     """Warn where the processes repeat rows at the end of an epoch, so that all have as many."""
     processes = job.settings.launch.processes
     rows_per_step = prepared.trainer.args.per_device_train_batch_size * processes
-    repeated = -prepared.rows % rows_per_step
+    repeated = -prepared.rows % rows_per_step  # up to the next multiple
     if processes > 1 and repeated:
         message = "%d rows are no multiple of the batch: each epoch ends with %d rows again"
         logger.warning(message, prepared.rows, repeated)
@@ -90,12 +97,13 @@ def _check_tied_head(model: Any) -> None:
     """Raise ValueError for an adapter of the input embedding whose weights are the head's too."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is head.weight:
+    has_adapter = hasattr(embedding, "base_layer")
+    if has_adapter and embedding.base_layer.weight is head.weight:
         raise ValueError("model.peft: an adapter of the input embedding would, once merged, move the head tied to it")
 
 
 def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, Any]:
-    """Return the fields of training.json."""
+    """Return the fields of training.json; the times and tokens are those of all runs of the training."""
     trainer = prepared.trainer
     state = trainer.state
     epochs = round(state.epoch, 4)
@@ -115,7 +123,10 @@ def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, 
 
 
 def _average_reward_accuracy(logs: Iterable[dict[str, float]]) -> float | None:
-    """Return the share of pairs in which the chosen response gained more than the rejected one, late in training."""
+    """Return the share of pairs in which the chosen response gained more than the rejected one, late in training.
+
+    It is the mean of the last quarter of the logged values; None if none was logged, as without pairs.
+    """
     accuracies = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
     if not accuracies:
         return None
@@ -126,13 +137,13 @@ def _average_reward_accuracy(logs: Iterable[dict[str, float]]) -> float | None:
 def _read_history(logs: Iterable[dict[str, float]]) -> list[dict[str, float]]:
     """Return what was measured on validation, step by step, with the reward margin that was logged last before it."""
     history: list[dict[str, float]] = []
-    margin: dict[str, float] = {}
+    last_margin: dict[str, float] = {}  # empty before the first one, and without pairs
     for entry in logs:
         if "rewards/margins" in entry:
-            margin = {"reward_margin": entry["rewards/margins"]}
+            last_margin = {"reward_margin": entry["rewards/margins"]}
         if "eval_val_ece" in entry:
             measured = {name.removeprefix("eval_"): value for name, value in entry.items() if "eval_val_" in name}
-            history.append({"step": entry["step"], **measured, **margin})
+            history.append({"step": entry["step"], **measured, **last_margin})
     return history
 
 
@@ -157,9 +168,9 @@ def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
 
 def _make_tokenizer(folder: Path) -> Any:
     """Make the tokenizer of a model from scratch: one token per word of the teacher's rows."""
-    # The first file has every word of tasks with labels. Rows that judge an answer lack the words of its reasoning.
     rows = list(read_records(folder / "outcome.jsonl", SftRow))
-    if rows and rows[0].labels == JUDGEMENT_LABELS:
+    judge_answers = bool(rows) and rows[0].labels == JUDGEMENT_LABELS
+    if judge_answers:  # such rows lack the words of the reasoning; those of tasks with labels have every word
         rows += read_records(folder / "sft.jsonl", SftRow)
     texts = [message.content for row in rows for message in (*row.prompt, *row.completion)]
     answers = {f" {label}" for row in rows for label in row.labels}  # `<answer> A`: words that no row may have
@@ -178,16 +189,23 @@ def load_model(path: str, settings: ModelSettings) -> tuple[Any, Any]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save an ordinary checkpoint. An adapter is merged in fp32: in bf16 a small update would be rounded away."""
-    if hasattr(model, "merge_and_unload"):
+    """Save an ordinary checkpoint, whole or not at all.
+
+    An adapter is merged into the given model, in fp32: in bf16 a small update would be rounded away.
+    """
+    has_adapter = hasattr(model, "merge_and_unload")
+    if has_adapter:
         model = model.float().merge_and_unload()
-    with build_folder(folder) as beside:
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
+    with build_folder(folder) as unfinished:  # renamed to `folder` on a clean exit
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
 
 
 def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
-    """Return the trained weights, on rank 0, of a model that the processes hold in pieces; None of a whole one."""
+    """Return the trained weights of a model that the processes hold in pieces; None if each has the whole model.
+
+    All ranks have to call it. Rank 0 gets the weights, the others an empty dictionary.
+    """
     if trainer.is_deepspeed_enabled:
         return _gather_from_deepspeed(trainer)
     if trainer.is_fsdp_enabled:
@@ -197,7 +215,7 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
 
 
 def _gather_from_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the optimizer's weights: those of a model in bf16 are rounded."""
+    """Return the optimizer's fp32 weights: a bf16 model has them rounded."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights: dict[str, torch.Tensor] = {}
@@ -210,10 +228,14 @@ def _gather_from_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Put the trained weights into the model that the training started from; the others are as they started."""
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    """Put the trained weights into the model that the training started from; frozen ones stay as they are.
+
+    Raises:
+        RuntimeError: A trainable weight of the model is missing, or the model has no weight of a given name.
+    """
+    trainable = {name for name, weight in model.named_parameters() if weight.requires_grad}
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    differing = sorted(set(unexpected) | trained.intersection(missing))
+    differing = sorted(set(unexpected) | trainable.intersection(missing))
     if differing:
         problem = f"{len(differing)} differ, as {differing[0]}"
         raise RuntimeError(f"the gathered weights are not those of the model: {problem}")
@@ -229,14 +251,14 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         self.progress = progress
         self.began = time.monotonic()
         self.file = job.out / "seconds.json"
-        self.before = 0.0
+        self.earlier_seconds = 0.0  # of runs that were killed, up to their last checkpoint
         if self.file.exists():
-            self.before = float(json.loads(self.file.read_text()))
+            self.earlier_seconds = float(json.loads(self.file.read_text()))
         self.note = ""
 
     def seconds(self) -> float:
-        """Return the seconds so far."""
-        return self.before + time.monotonic() - self.began
+        """Return the seconds so far, with those of the earlier runs."""
+        return self.earlier_seconds + time.monotonic() - self.began
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report progress."""
