@@ -138,7 +138,7 @@ def brier_reward(
         labels: As in `correctness_reward`.
         grade: As in `correctness_reward`.
         tolerance: The largest relative difference of numbers.
-        log_metric: TRL's function for metrics.
+        log_metric: TRL's function for metrics, for `log_stated_confidence`; None logs nothing.
         trainer_state: TRL's state; another one begins a new window for ECE.
         columns: The other columns, and what else TRL adds.
 
@@ -180,12 +180,15 @@ def log_reward(
         grade: As in `correctness_reward`.
         tolerance: The largest relative difference of numbers.
         clip: The smallest probability, above 0 and below 0.5.
-        log_metric: TRL's function for metrics.
+        log_metric: TRL's function for metrics, for `log_stated_confidence`; None logs nothing.
         trainer_state: TRL's state; another one begins a new window for ECE.
         columns: The other columns, and what else TRL adds.
 
     Returns:
         One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
+
+    Raises:
+        ValueError: If `clip` is out of range, or for the reasons of `grade_completions`.
 
     Example:
         >>> texts = ["<answer>B</answer><confidence>0.1</confidence>", "<answer>A</answer><confidence>1</confidence>"]
@@ -201,7 +204,7 @@ def log_reward(
         confidence = min(max(completion.confidence, clip), 1 - clip)
         probability = confidence if completion.is_right else 1 - confidence
         score = math.log(probability) / -math.log(clip)
-        return completion.is_right + max(score, -1.0)  # rounding may leave it below
+        return completion.is_right + max(score, -1.0)  # rounding may give a score just below -1
 
     graded = grade_completions(completions, gold, labels, grade, tolerance=tolerance)
     log_stated_confidence("log_reward", graded, log_metric, trainer_state)
@@ -231,11 +234,14 @@ def abstention_reward(
         grade: As in `correctness_reward`.
         tolerance: The largest relative difference of numbers.
         threshold: The probability t above which an answer pays, at least 0 and below 1.
-        log_metric: TRL's function for metrics.
+        log_metric: TRL's function for metrics: the share of abstentions is logged. None logs nothing.
         columns: The other columns, and what else TRL adds.
 
     Returns:
         One reward per completion, or None.
+
+    Raises:
+        ValueError: If `threshold` is out of range, or for the reasons of `grade_completions`.
 
     Example:
         >>> texts = ["<answer>Paris</answer>", "<answer>I don't know.</answer>", "<answer>Lyon</answer>"]
@@ -252,10 +258,10 @@ def abstention_reward(
             return 1.0
         return 0.0 if is_abstention(completion.text) else wrong_reward
 
-    answered = [completion for completion in graded if completion is not None]
-    if log_metric is not None and answered:
-        abstentions = [is_abstention(completion.text) for completion in answered]
-        log_metric("abstentions", sum(abstentions) / len(answered))
+    rewarded = [completion for completion in graded if completion is not None]
+    if log_metric is not None and rewarded:
+        abstentions = [is_abstention(completion.text) for completion in rewarded]
+        log_metric("abstentions", sum(abstentions) / len(rewarded))
     return _reward_each(graded, score_abstention)
 
 
@@ -304,7 +310,8 @@ def grade_completions(
         One entry per completion.
 
     Raises:
-        ValueError: If a column has another length, or its entry is not what was expected.
+        ValueError: If a column has another length than the completions, the gold label of a row is not one of its
+            labels, or an accepted answer cannot be compared.
 
     Example:
         >>> [completion] = grade_completions(["<answer>5</answer><confidence>70%</confidence>"], gold=["five"])
@@ -333,6 +340,8 @@ def grade_completions(
 def read_completion_text(completion: Any) -> str:
     """Return the text of a completion: itself, or the content of its last message.
 
+    Of a content in parts, the texts are joined. The text is empty if there is no message or no content.
+
     Example:
         >>> read_completion_text([{"role": "assistant", "content": "<answer>B</answer>"}])
         '<answer>B</answer>'
@@ -350,7 +359,7 @@ def read_completion_text(completion: Any) -> str:
 
 
 def is_abstention(text: str) -> bool:
-    """Whether the answer of a completion is that it does not know.
+    """Whether the answer of a completion is that it does not know; False if no answer can be read.
 
     Example:
         >>> is_abstention("<answer>I don't know.</answer>"), is_abstention("<answer>B</answer>")
@@ -374,7 +383,7 @@ def _grade_label(text: str, gold: Any, labels: Sequence[str]) -> GradedCompletio
 
 def _grade_short_answer(text: str, gold: Any, grade: Grade, tolerance: float) -> GradedCompletion:
     accepted = [gold] if isinstance(gold, str) else list(gold)
-    answer = find_answer_text(text) or ""
+    answer = find_answer_text(text) or ""  # an empty text has no key and is wrong
     return GradedCompletion(
         text=text,
         is_answered=find_answer_key(answer, grade) is not None,
@@ -387,7 +396,7 @@ def _grade_short_answer(text: str, gold: Any, grade: Grade, tolerance: float) ->
 
 
 class RecentConfidences:
-    """The latest stated confidences of one training, with whether their answers were right."""
+    """The latest `ECE_WINDOW` stated confidences of one training, with whether their answers were right."""
 
     def __init__(self, trainer_state: Any) -> None:
         self.trainer_state = trainer_state
@@ -409,11 +418,14 @@ def log_stated_confidence(
     log_metric: LogMetric | None,
     trainer_state: Any = None,
 ) -> None:
-    """Log the ECE of the latest completions, and the mean confidence, accuracy and share of missing ones of this batch.
+    """Log accuracy, mean confidence and share of missing confidences of a batch, and the ECE of recent completions.
+
+    Recent completions with a confidence are kept from call to call, in a window for each reward function. Nothing is
+    logged if no row of the batch has a gold answer.
 
     Args:
-        name: The name of the reward function, which has its own window of `ECE_WINDOW` completions.
-        graded: The completions of a batch.
+        name: The name of the reward function, whose window holds `ECE_WINDOW` completions.
+        graded: The completions of a batch; None for rows without gold.
         log_metric: TRL's function for metrics; None logs nothing.
         trainer_state: TRL's state; another one begins a new window.
     """
