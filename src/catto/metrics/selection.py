@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from math import comb, nan
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,8 @@ class Candidates:
         confidence: (Q, n) in [0, 1].
         logprob: (Q, n) mean log-probability of a sample's tokens, nan where it is unknown.
         correct: (Q, n).
-        tokens: Other numbers of each sample's tokens, (Q, n) each, by the name of the rule that takes the highest.
+        tokens: Scores of each sample's tokens, (Q, n) each, nan where unknown; by the name of the rule that takes the
+            highest.
     """
 
     questions: tuple[str, ...]
@@ -78,7 +80,7 @@ class Candidates:
         )
 
     def right(self, place: Ints) -> Bools:
-        """Return whether the sample at each question's place is right: (Q,) -> (Q,)."""
+        """Return whether one sample of each question is right. place: (Q,), its sample number -> (Q,)."""
         return self.correct[np.arange(len(place)), place]
 
 
@@ -110,14 +112,17 @@ class Selected:
 
 
 def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[float, float]:
-    """Return a response's self-certainty and its lowest group's.
+    """Return a response's self-certainty, and the self-certainty of its least certain group of tokens.
 
     A token's certainty is minus the mean log-probability of its candidates. The mean over all tokens is self-certainty
     (Kang et al., 2025) up to a constant, as far as the candidates go; the lowest mean over `GROUP` consecutive tokens
     is DeepConf's lowest-group confidence (Fu et al., 2025).
 
     Args:
-        tops: For each token, the token and its candidates: text -> log-probability.
+        tops: For each token, the token and its candidates: text -> log-probability. At least one token.
+
+    Returns:
+        The self-certainty and the lowest-group confidence.
 
     >>> token_certainty([("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -0.25, "d": -3.75})])
     (1.5, 1.5)
@@ -127,18 +132,18 @@ def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[fl
         mean_logprob = sum(logprobs.values()) / len(logprobs)
         certainties.append(-mean_logprob)
     certainty = np.array(certainties)
-    width = min(GROUP, len(certainty))
-    kernel = np.full(width, 1.0 / width)
-    group_means = np.convolve(certainty, kernel, "valid")
+    group_size = min(GROUP, len(certainty))
+    averaging = np.full(group_size, 1.0 / group_size)
+    group_means = np.convolve(certainty, averaging, "valid")
     return float(certainty.mean()), float(group_means.min())
 
 
 def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Return the samples of every question in their order.
+    """Return the samples of every question by rising sample number; questions are in the order of the predictions.
 
     Raises:
-        ValueError: There are none, questions differ in the number of their samples, or a question has one sample twice
-            or two gold labels.
+        ValueError: There are no predictions, questions differ in the number of their samples, or a question has one
+            sample number twice or two gold labels.
     """
     samples_of: dict[str, list[Prediction]] = {}
     for prediction in predictions:
@@ -169,7 +174,10 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
         tau: Temperature of the confidence that ranks them; None takes the confidence they state.
 
     Returns:
-        The columns, (Q, n) each.
+        The columns, (Q, n) each. A score that no sample has is left out of `tokens`.
+
+    Raises:
+        ValueError: See `samples_by_question` and `confidence_at`.
     """
     rows = samples_by_question(predictions)
     shape = (len(rows), len(rows[0]))
@@ -181,21 +189,37 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
     code_of: dict[str | None, int] = {None: -1}
     for question, row in enumerate(rows):
         for sample, prediction in enumerate(row):
-            place = question, sample
-            label[place] = code_of.setdefault(prediction.choice, len(code_of) - 1)
-            confidence[place] = prediction.confidence if tau is None else confidence_at(prediction, tau)
+            cell = question, sample
+            label[cell] = code_of.setdefault(prediction.choice, len(code_of) - 1)
+            confidence[cell] = prediction.confidence if tau is None else confidence_at(prediction, tau)
             if prediction.mean_logprob is not None:
-                logprob[place] = prediction.mean_logprob
-            correct[place] = prediction.is_correct
-            for rule, name in TOKENS.items():
-                tokens[rule][place] = getattr(prediction, name)  # None becomes nan
-    known = {rule: column for rule, column in tokens.items() if not np.isnan(column).all()}
-    return Candidates(tuple(row[0].question for row in rows), label, confidence, logprob, correct, known)
+                logprob[cell] = prediction.mean_logprob
+            correct[cell] = prediction.is_correct
+            for rule, field_name in TOKENS.items():
+                tokens[rule][cell] = getattr(prediction, field_name)  # None becomes nan
+    known_tokens = {rule: column for rule, column in tokens.items() if not np.isnan(column).all()}
+    return Candidates(
+        questions=tuple(row[0].question for row in rows),
+        label=label,
+        confidence=confidence,
+        logprob=logprob,
+        correct=correct,
+        tokens=known_tokens,
+    )
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The temperature that was chosen and, for each that was tried, accuracy of Confidence@k and rate of fallbacks."""
+    """The sampling temperature that was chosen, and what was measured at every one that was tried.
+
+    Attributes:
+        temperature: The chosen one.
+        tau: Temperature of the confidence that ranks the samples.
+        k: Number of samples of each question.
+        questions: Number of questions.
+        accuracy: Temperature as text -> accuracy of the most confident of k samples.
+        fallback_rate: Temperature as text -> share of forced answers among all samples.
+    """
 
     temperature: float
     tau: float
@@ -214,89 +238,118 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
 
     Returns:
         The choice; in case of a tie, the lowest temperature.
+
+    Raises:
+        ValueError: There are no predictions, or those of one temperature cannot be gathered, see `gather_candidates`.
     """
+    if not predictions:
+        raise ValueError("no predictions to choose a temperature from")
+    samples_at: dict[float, list[Prediction]] = {}
+    for prediction in predictions:
+        samples_at.setdefault(prediction.temperature, []).append(prediction)
+
+    temperatures = sorted(samples_at)
+    candidates_at: dict[float, Candidates] = {}
     accuracy: dict[str, float] = {}
     fallback_rate: dict[str, float] = {}
-    for temperature in sorted({prediction.temperature for prediction in predictions}):
-        rows = [prediction for prediction in predictions if prediction.temperature == temperature]
-        given = gather_candidates(rows, tau)
-        choice = RULES[MOST_CONFIDENT](given)
-        accuracy[str(temperature)] = float(given.right(choice.place).mean())
-        fallbacks = sum(prediction.is_forced for prediction in rows)
-        fallback_rate[str(temperature)] = fallbacks / len(rows)
-    questions, k = given.label.shape
-    best = max(accuracy, key=lambda temperature: accuracy[temperature])
-    return Sampling(float(best), tau, k, questions, accuracy, fallback_rate)
+    for temperature in temperatures:
+        samples = samples_at[temperature]
+        candidates = gather_candidates(samples, tau)
+        candidates_at[temperature] = candidates
+        choice = RULES[MOST_CONFIDENT](candidates)
+        accuracy[str(temperature)] = float(candidates.right(choice.place).mean())
+        fallback_rate[str(temperature)] = fmean(prediction.is_forced for prediction in samples)
+
+    # The lowest temperature comes first, and `max` returns the first of equals.
+    best = max(temperatures, key=lambda temperature: accuracy[str(temperature)])
+    questions, k = candidates_at[best].label.shape
+    return Sampling(best, tau, k, questions, accuracy, fallback_rate)
 
 
 # ---- rules
 
 
 class ChosenSamples(NamedTuple):
-    """The chosen sample of every question and the confidence of the choice, both (Q,)."""
+    """The chosen sample of every question and the confidence of the choice, both (Q,).
+
+    `place` is the sample's number among the candidates.
+    """
 
     place: Ints
     confidence: Floats
 
 
-def _pick_highest(given: Candidates, score: Floats) -> ChosenSamples:
+def _pick_highest(candidates: Candidates, score: Floats) -> ChosenSamples:
     """Take the sample with the highest score; one without a score comes last. score: (Q, k)."""
     place = np.where(np.isnan(score), -np.inf, score).argmax(axis=1)
-    return ChosenSamples(place, given.confidence[np.arange(len(score)), place])
+    return ChosenSamples(place, candidates.confidence[np.arange(len(score)), place])
 
 
-def _pick_most_confident(given: Candidates) -> ChosenSamples:
-    return _pick_highest(given, given.confidence)
+def _pick_most_confident(candidates: Candidates) -> ChosenSamples:
+    return _pick_highest(candidates, candidates.confidence)
 
 
-def _pick_likeliest(given: Candidates) -> ChosenSamples:
-    return _pick_highest(given, given.logprob)
+def _pick_likeliest(candidates: Candidates) -> ChosenSamples:
+    return _pick_highest(candidates, candidates.logprob)
 
 
-def _pick_by_tokens(given: Candidates, rule: str) -> ChosenSamples:
-    if rule not in given.tokens:
+def _pick_by_tokens(candidates: Candidates, rule: str) -> ChosenSamples:
+    if rule not in candidates.tokens:
         raise ValueError(f"{rule} needs the candidates of every token, which only servers give")
-    return _pick_highest(given, given.tokens[rule])
+    return _pick_highest(candidates, candidates.tokens[rule])
 
 
-def _share_labels(given: Candidates) -> Bools:
-    """Return which samples share a label; a sample without a label has no vote. (Q, k) -> (Q, k, k)."""
-    is_equal = given.label[:, :, None] == given.label[:, None, :]
-    has_label = given.label >= 0
+def _share_labels(candidates: Candidates) -> Bools:
+    """Return at [q, i, j] whether samples i and j of question q have the same label. (Q, k) -> (Q, k, k).
+
+    It is False for a sample without a label, also with itself: such a sample has no vote.
+    """
+    is_equal = candidates.label[:, :, None] == candidates.label[:, None, :]
+    has_label = candidates.label >= 0
     return np.asarray(is_equal & has_label[:, None, :])
 
 
 class _Support(NamedTuple):
-    """The weight of each sample's label, (Q, k), and the first sample of the label with most weight, (Q,)."""
+    """Votes for each sample's label, (Q, k), -1 without a label; and the first sample of the winning label, (Q,)."""
 
     of_samples: Floats
     winner: Ints
 
 
-def _sum_votes(given: Candidates, weight: Floats) -> _Support:
-    """Add up the votes. Sums within 1e-12 tie, so that equal sums in another order stay equal. weight: (Q, k)."""
-    votes = (_share_labels(given) * weight[:, None, :]).sum(axis=2)
-    support = np.where(given.label >= 0, votes, -1.0)  # no label: never first
-    is_first = support >= support.max(axis=1, keepdims=True) - ROUNDING
-    return _Support(support, is_first.argmax(axis=1))
+def _sum_votes(candidates: Candidates, weight: Floats) -> _Support:
+    """Add up the votes for each label; of labels with equally many votes, the one that was sampled first wins.
+
+    Sums that differ by at most 1e-12 are equal: adding the same votes in another order may change the last bits.
+
+    Args:
+        candidates: (Q, k).
+        weight: (Q, k), what each sample's vote weighs.
+    """
+    votes = (_share_labels(candidates) * weight[:, None, :]).sum(axis=2)
+    support = np.where(candidates.label >= 0, votes, -1.0)  # no label: never the winner
+    has_most = support >= support.max(axis=1, keepdims=True) - ROUNDING
+    return _Support(support, winner=has_most.argmax(axis=1))
 
 
-def _pick_by_vote(given: Candidates, rule: str) -> ChosenSamples:
-    """Take the label with most weight."""
-    weight = VOTES[rule](given)
-    support = _sum_votes(given, weight)
+def _pick_by_vote(candidates: Candidates, rule: str) -> ChosenSamples:
+    """Take the label with most votes; the confidence is its share of the total weight.
+
+    It is 0 where no sample has a label or all weights are 0.
+    """
+    weight = VOTES[rule](candidates)
+    support = _sum_votes(candidates, weight)
     winning = support.of_samples[np.arange(len(weight)), support.winner]
     total = weight.sum(axis=1)
     share = np.divide(winning, total, out=np.zeros(len(total)), where=total > 0)
     return ChosenSamples(support.winner, np.clip(share, 0.0, 1.0))
 
 
-def _weigh_equally(given: Candidates) -> Floats:
-    return np.ones_like(given.confidence)
+def _weigh_equally(candidates: Candidates) -> Floats:
+    return np.ones_like(candidates.confidence)
 
 
-def _weigh_by_confidence(given: Candidates) -> Floats:
-    return given.confidence
+def _weigh_by_confidence(candidates: Candidates) -> Floats:
+    return candidates.confidence
 
 
 # What a sample's vote weighs, at most 1.
@@ -316,19 +369,19 @@ RULES: dict[str, Callable[[Candidates], ChosenSamples]] = {
 
 
 def samples_still_needed(
-    given: Candidates,
+    candidates: Candidates,
     rule: str,
     k: int,
     stop: float = 1.0,
 ) -> Ints:
-    """Return how many samples of k the choice needs at least after the first m; 0 means that it is settled.
+    """Return how many more samples the choice needs at least after the first m of k; 0 means that it is settled.
 
     A vote is settled when no way to fill up the k samples changes it: its lead over every rival is larger than what is
     to come, or as large where its first sample came before the rival's. The most confident is settled when its
     confidence reaches `stop`. Other rules take all k.
 
     Args:
-        given: (Q, m), the samples so far.
+        candidates: (Q, m), the samples so far; m may be 0.
         rule: A name of RULES.
         k: Most samples per question.
         stop: Confidence in [0, 1], for the most confident.
@@ -336,103 +389,112 @@ def samples_still_needed(
     Returns:
         (Q,) whole numbers from 0 to k - m.
     """
-    questions, taken = given.label.shape
-    left = k - taken
+    questions, taken = candidates.label.shape
+    remaining = k - taken
     if rule == MOST_CONFIDENT:
-        highest = given.confidence.max(axis=1, initial=-1.0)
-        return np.where(highest >= stop, 0, min(left, 1))
+        highest = candidates.confidence.max(axis=1, initial=-1.0)  # -1 without samples: below every `stop`
+        return np.where(highest >= stop, 0, min(remaining, 1))
     if rule not in VOTES:
-        return np.full(questions, left)
-    if not taken:
-        return np.full(questions, (left + 1) // 2)
-    return _votes_still_needed(given, VOTES[rule](given), left)
+        return np.full(questions, remaining)
+    if taken == 0:
+        # A label with the first half of the k votes, each of weight 1, cannot be overtaken: it wins ties.
+        return np.full(questions, (remaining + 1) // 2)
+    return _votes_still_needed(candidates, VOTES[rule](candidates), remaining)
 
 
 def _votes_still_needed(
-    given: Candidates,
+    candidates: Candidates,
     weight: Floats,
-    left: int,
+    remaining: int,
 ) -> Ints:
-    """Return how many more votes settle a vote at least, with so many samples left. (Q, m) -> (Q,)."""
-    support, winner = _sum_votes(given, weight)
-    winning_label = np.take_along_axis(given.label, winner[:, None], axis=1)
-    is_rival = (given.label != winning_label) & (given.label >= 0)
-    # The winner's own samples are compared with 0: a rival that is to come.
+    """Return how many more votes settle a vote at least, of those that remain. (Q, m) -> (Q,).
+
+    All further votes are taken to weigh 1, the most that a vote can weigh.
+    """
+    support, winner = _sum_votes(candidates, weight)
+    winning_label = np.take_along_axis(candidates.label, winner[:, None], axis=1)
+    is_rival = (candidates.label != winning_label) & (candidates.label >= 0)
+    # At the winner's own samples the rival is a label that has not been sampled yet: it has 0 votes.
+    rival_support = np.where(is_rival, support, 0.0)
     winning_support = support.max(axis=1, keepdims=True).clip(min=0.0)
-    lead = winning_support - np.where(is_rival, support, 0.0)
-    first_of_label = _share_labels(given).argmax(axis=2)
-    wins_ties = is_rival & (first_of_label < winner[:, None])
-    # With b more votes for the winner it leads by lead + b, and left - b are to come: the lead must exceed them, or
-    # reach them where the winner came first.
-    to_exceed = np.floor((left - lead + ROUNDING) / 2) + 1
-    to_exceed = np.where(lead > left + ROUNDING, 0.0, to_exceed)
-    to_reach = np.maximum(0.0, np.ceil((left - lead - ROUNDING) / 2))
-    needed = np.where(wins_ties, to_exceed, to_reach).max(axis=1)
-    return np.asarray(np.minimum(needed, left), dtype=np.intp)
+    lead = winning_support - rival_support
+    first_of_label = _share_labels(candidates).argmax(axis=2)
+    rival_wins_ties = is_rival & (first_of_label < winner[:, None])
+    # With b more votes for the winner it leads by lead + b, and remaining - b are to come: the lead must exceed them,
+    # or reach them where the winner came first.
+    to_exceed = np.floor((remaining - lead + ROUNDING) / 2) + 1
+    to_exceed = np.where(lead > remaining + ROUNDING, 0.0, to_exceed)
+    to_reach = np.maximum(0.0, np.ceil((remaining - lead - ROUNDING) / 2))
+    needed = np.where(rival_wins_ties, to_exceed, to_reach).max(axis=1)
+    return np.asarray(np.minimum(needed, remaining), dtype=np.intp)
 
 
 def choose_adaptively(
-    given: Candidates,
+    candidates: Candidates,
     rule: str,
     stop: float | None = 1.0,
 ) -> tuple[ChosenSamples, Ints]:
     """Choose one of up to k samples, taken one after another until no more is needed.
 
     Args:
-        given: (Q, k).
+        candidates: (Q, k).
         rule: A name of RULES.
         stop: See `samples_still_needed`; None takes all k.
 
     Returns:
         The choice, and how many samples were taken, (Q,).
     """
-    k = given.label.shape[1]
-    choice = RULES[rule](given)
-    taken = np.full(len(given.questions), k)
+    k = candidates.label.shape[1]
+    choice = RULES[rule](candidates)
+    taken = np.full(len(candidates.questions), k)
     if stop is None:
         return choice, taken
+    # From k downwards, so that the smallest count at which a question is settled is written last.
     for count in range(k - 1, 0, -1):
-        part = given.at(np.arange(count))
-        is_settled = samples_still_needed(part, rule, k, stop) == 0
-        early = RULES[rule](part)
+        first_samples = candidates.at(np.arange(count))
+        is_settled = samples_still_needed(first_samples, rule, k, stop) == 0
+        early_choice = RULES[rule](first_samples)
         choice = ChosenSamples(
-            place=np.where(is_settled, early.place, choice.place),
-            confidence=np.where(is_settled, early.confidence, choice.confidence),
+            place=np.where(is_settled, early_choice.place, choice.place),
+            confidence=np.where(is_settled, early_choice.confidence, choice.confidence),
         )
         taken = np.where(is_settled, count, taken)
     return choice, taken
 
 
-def choose_stop(given: Candidates) -> float:
-    """Choose where the most confident of k may stop: the lowest of STOPS from which on none is worse.
+def choose_stop(candidates: Candidates) -> float:
+    """Choose the confidence at which the most confident of k may stop without fewer right answers than all k give.
 
-    Worse means fewer right answers than with all k samples. Choose it on validation questions.
+    STOPS are tried from 1 downwards. The last one before the number of right answers falls is returned.
 
     Args:
-        given: (Q, k).
+        candidates: (Q, k) of validation questions.
 
     Returns:
         A confidence in [0, 1].
     """
-    all_samples = RULES[MOST_CONFIDENT](given)
-    wanted = given.right(all_samples.place).sum()
-    best = 1.0
+    choice_of_all = RULES[MOST_CONFIDENT](candidates)
+    right_with_all = candidates.right(choice_of_all.place).sum()
+    lowest_stop = 1.0
     for stop in reversed(STOPS):
-        choice, _ = choose_adaptively(given, MOST_CONFIDENT, stop)
-        if given.right(choice.place).sum() < wanted:
+        choice, _ = choose_adaptively(candidates, MOST_CONFIDENT, stop)
+        if candidates.right(choice.place).sum() < right_with_all:
             break
-        best = stop
-    return best
+        lowest_stop = stop
+    return lowest_stop
 
 
 # ---- Confidence@k
 
 
 def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
-    """Return subsets of k of n sample numbers, each rising, and whether these are all.
+    """Return subsets of k of n sample numbers: all of them, or up to MOST_SUBSETS random ones where there are more.
 
     Returns:
-        (S, k) sample numbers, S <= MOST_SUBSETS; and True where they are all C(n, k).
+        (S, k) sample numbers, rising within a subset, S <= MOST_SUBSETS; and whether these are all C(n, k) subsets.
+
+    Raises:
+        ValueError: k is not in [1, n].
 
     >>> draw_subsets(3, 2)[0].tolist()
     [[0, 1], [0, 2], [1, 2]]
@@ -441,7 +503,7 @@ def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
         raise ValueError(f"k is {k}, there are {n} samples per question")
     if comb(n, k) <= MOST_SUBSETS:
         return np.array(list(combinations(range(n), k)), dtype=np.intp), True
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(0)  # the same subsets for every file
     drawn: dict[tuple[int, ...], None] = {}  # a set that keeps its order
     for _ in range(4 * MOST_SUBSETS):
         subset = rng.choice(n, k, replace=False).tolist()
@@ -452,48 +514,63 @@ def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
 
 
 def measure_rules(
-    given: Candidates,
+    candidates: Candidates,
     k: int,
     *,
     seed: int = 0,
 ) -> list[Selected]:
-    """Measure every rule at k, one random sample and the oracle. Means over subsets come before those over questions.
+    """Measure every rule at k, one random sample and the oracle.
+
+    A question's accuracy is its mean over subsets; the interval is over questions. The ECE is computed on each subset
+    and then averaged.
 
     Args:
-        given: (Q, n), n >= k.
+        candidates: (Q, n), n >= k.
         k: Number of samples to choose from.
         seed: Of the bootstrap.
 
     Returns:
-        One row per rule; a rule whose number no sample has is left out.
+        One row per rule; a rule whose score no sample has is left out.
+
+    Raises:
+        ValueError: k is not in [1, n].
     """
-    chosen, exact = draw_subsets(given.label.shape[1], k)
-    parts = [given.at(subset) for subset in chosen]
+    subsets, is_exhaustive = draw_subsets(candidates.label.shape[1], k)
+    parts = [candidates.at(subset) for subset in subsets]
     rows = []
-    for rule in _usable_rules(given):
+    for rule in _usable_rules(candidates):
         rights = []
-        errors = []
+        eces = []
         for part in parts:
             choice = RULES[rule](part)
             right = part.right(choice.place)
             rights.append(right)
-            errors.append(ece(choice.confidence, right))
-        rows.append(_summarise_rule(rule, k, rights, float(np.mean(errors)), exact=exact, seed=seed))
-    # One random sample of a random subset is one random sample of all.
-    errors = [ece(confidence, right) for confidence, right in zip(given.confidence.T, given.correct.T, strict=True)]
-    rows.append(_summarise_rule(RANDOM, k, list(given.correct.T), float(np.mean(errors)), exact=True, seed=seed))
+            eces.append(ece(choice.confidence, right))
+        rows.append(_summarise_rule(rule, k, rights, eces, exact=is_exhaustive, seed=seed))
+
+    rows.append(_measure_random_sample(candidates, k, seed=seed))
+
     any_right = [np.asarray(part.correct.any(axis=1)) for part in parts]
-    rows.append(_summarise_rule(ORACLE, k, any_right, nan, exact=exact, seed=seed))
+    rows.append(_summarise_rule(ORACLE, k, any_right, [nan], exact=is_exhaustive, seed=seed))
     return rows
 
 
-def _usable_rules(given: Candidates) -> list[str]:
-    """Return the rules whose number at least one sample has."""
+def _measure_random_sample(candidates: Candidates, k: int, *, seed: int) -> Selected:
+    """Measure one random sample. That of a random subset is one of all n, so each of the n counts as a subset."""
+    rights = list(candidates.correct.T)
+    eces = []
+    for confidence, right in zip(candidates.confidence.T, rights, strict=True):
+        eces.append(ece(confidence, right))
+    return _summarise_rule(RANDOM, k, rights, eces, exact=True, seed=seed)
+
+
+def _usable_rules(candidates: Candidates) -> list[str]:
+    """Return the rules whose score at least one sample has."""
     rules = []
     for rule in RULES:
-        if rule == LIKELIEST and np.isnan(given.logprob).all():
+        if rule == LIKELIEST and np.isnan(candidates.logprob).all():
             continue
-        if rule in TOKENS and rule not in given.tokens:
+        if rule in TOKENS and rule not in candidates.tokens:
             continue
         rules.append(rule)
     return rules
@@ -503,12 +580,21 @@ def _summarise_rule(
     rule: str,
     k: int,
     rights: Sequence[Bools],
-    error: float,
+    eces: Sequence[float],
     *,
     exact: bool,
     seed: int,
 ) -> Selected:
-    """Average over subsets, then over questions. rights: for each subset, whether each question's choice is right."""
+    """Average correctness over subsets, then over questions, and the ECEs over subsets.
+
+    Args:
+        rule: Name of the rule.
+        k: Number of samples to choose from.
+        rights: For each subset, whether each question's choice is right, (Q,).
+        eces: For each subset; a single nan for a rule without a confidence.
+        exact: Whether these are all subsets.
+        seed: Of the bootstrap.
+    """
     right_share = np.asarray(np.mean(rights, axis=0, dtype=np.float64))
     interval = ratio_interval(right_share, np.ones_like(right_share), level=LEVEL, seed=seed)
     return Selected(
@@ -517,21 +603,23 @@ def _summarise_rule(
         accuracy=float(right_share.mean()),
         low=interval.low,
         high=interval.high,
-        ece=error,
+        ece=float(np.mean(eces)),
         questions=len(right_share),
         subsets=len(rights),
         exact=exact,
     )
 
 
-def within_questions(given: Candidates, *, seed: int = 0) -> Within:
+def within_questions(candidates: Candidates, *, seed: int = 0) -> Within:
     """Return the AUROC of the confidence among the samples of the same question; above a half, it helps to pick one.
 
-    It is of all n samples and does not depend on k. A sample without an answer is a wrong one.
+    It is computed from all n samples and does not depend on k. A sample without an answer counts as wrong.
 
     Args:
-        given: (Q, n).
+        candidates: (Q, n).
         seed: Of the bootstrap.
     """
-    names = np.repeat(given.questions, given.label.shape[1]).tolist()
-    return auroc_within(names, given.confidence.ravel(), given.correct.ravel(), level=LEVEL, seed=seed)
+    question_of_sample = np.repeat(candidates.questions, candidates.label.shape[1]).tolist()
+    return auroc_within(
+        question_of_sample, candidates.confidence.ravel(), candidates.correct.ravel(), level=LEVEL, seed=seed
+    )
