@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
-from catto.metrics.comparisons import compare, compare_table
+from catto.metrics.comparisons import compare, compare_mean_scores, compare_table
 from catto.metrics.errors import accuracy, brier, confidence_gap, ece
 from catto.metrics.intervals import Comparison
 from catto.metrics.ranking import auroc
-from catto.metrics.resampling import Answers
+from catto.metrics.resampling import Answers, ScoredAnswers
 from catto.metrics.statistics import bootstrap, bootstrap_table, null_band, null_table
 
 METRIC = {"accuracy": accuracy, "ece": ece, "brier": brier, "auroc": auroc, "gap": confidence_gap}
@@ -128,6 +128,31 @@ def test_only_a_test_that_may_show_something_is_carried_on() -> None:
     unclear = difference("ece", [a], [other], resamples=100, swaps=2000)
     assert unclear.p_value >= 0.05
     assert unclear.p_value * 101 == pytest.approx(round(unclear.p_value * 101))
+
+
+def with_squared_errors(run: Answers, factor: float = 1.0) -> ScoredAnswers:
+    return ScoredAnswers(run, factor * (np.asarray(run.confidence) - np.asarray(run.correct)) ** 2)
+
+
+def test_the_brier_score_is_the_mean_of_squared_errors() -> None:
+    """Ten times the scores give ten times the difference and its interval, by the same swaps."""
+    a, b = [rows(0), rows(2)], [rows(1), rows(3)]
+    wanted = difference("brier", a, b, resamples=200)
+    for factor in (1, 10):
+        scored_a, scored_b = ([with_squared_errors(run, factor) for run in runs] for runs in (a, b))
+        found = compare_mean_scores(scored_a, scored_b, resamples=200)
+        assert found.p_value == wanted.p_value
+        assert (found.a, found.b, found.low, found.high) == pytest.approx(
+            [factor * value for value in (wanted.a, wanted.b, wanted.low, wanted.high)], abs=1e-12
+        )
+
+
+@pytest.mark.parametrize("scores", [[0.5], [0.5, -0.1], [0.5, np.nan], [0.5, np.inf]])
+def test_scores_are_one_number_of_at_least_0_per_answer(scores: list[float]) -> None:
+    answers = Answers("xy", [0.5, 0.6], [1, 0])
+    bad, good = ScoredAnswers(answers, scores), ScoredAnswers(answers, [0.5, 0.1])
+    with pytest.raises(ValueError, match="^scores "):
+        compare_mean_scores([good], [bad])
 
 
 def test_an_undefined_auroc_has_no_p_value() -> None:

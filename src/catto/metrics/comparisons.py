@@ -16,7 +16,9 @@ from catto.metrics.binning import (
     Bools,
     Floats,
     Ints,
+    Score,
     check_columns,
+    mean_score,
     rank_shares,
 )
 from catto.metrics.intervals import ROUNDING, Comparison, summarise_draws
@@ -26,6 +28,7 @@ from catto.metrics.resampling import (
     MetricFunction,
     Numbering,
     ResamplingOptions,
+    ScoredAnswers,
     WeightedRun,
     Weights,
     cut_into_batches,
@@ -94,31 +97,81 @@ def compare_table(
     0.5
     """
     filled = fill_options(options)
+    _require_same_number(a, b)
+    pairs = [_align_answers(first, second) for first, second in zip(a, b, strict=True)]
+    questions = [run.question for run in a]
+    return _compare_pairs(metrics, pairs, questions=questions, swaps=swaps, options=filled)
+
+
+def compare_mean_scores(
+    a: Sequence[ScoredAnswers],
+    b: Sequence[ScoredAnswers],
+    *,
+    swaps: int = 0,
+    **options: Unpack[BootstrapOptions],
+) -> Comparison:
+    """Compare the mean of one score per answer, such as a loss, between two methods.
+
+    Pairing, interval and p-value are those of `compare_table`.
+
+    Args:
+        a: Runs of the first method, one answer per question each.
+        b: As many runs of the second method; each answers the questions of the run of a in the same place.
+        swaps: Largest number of swaps, see `compare_table`.
+        options: See `BootstrapOptions`.
+
+    >>> answers = Answers("xy", [0.9, 0.8], [1, 1])
+    >>> a, b = ScoredAnswers(answers, [0.75, 0.5]), ScoredAnswers(answers, [0.25, 0.5])
+    >>> compare_mean_scores([a], [b], resamples=10).difference
+    0.25
+    """
+    filled = fill_options(options)
+    _require_same_number(a, b)
+    pairs = [_align_scores(first, second) for first, second in zip(a, b, strict=True)]
+    questions = [run.answers.question for run in a]
+    return _compare_pairs({"mean": _mean_value}, pairs, questions=questions, swaps=swaps, options=filled)["mean"]
+
+
+def _mean_value(value: Floats, _correct: Bools, *, weight: Floats | None = None) -> Score:
+    return mean_score(value, weight)
+
+
+def _require_same_number(a: Sequence[object], b: Sequence[object]) -> None:
     if len(a) != len(b) or not a:
         raise ValueError(f"a has {len(a)} runs and b has {len(b)}, expected the same number, at least one")
-    pairs = [_align_answers(first, second) for first, second in zip(a, b, strict=True)]
-    numbering = number_questions([run.question for run in a], [pair.confidence_a for pair in pairs])
+
+
+def _compare_pairs(
+    metrics: Mapping[str, MetricFunction],
+    pairs: Sequence[_Pair],
+    *,
+    questions: Sequence[Sequence[object] | None],
+    swaps: int,
+    options: ResamplingOptions,
+) -> dict[str, Comparison]:
+    """Return the comparison of each metric. questions: the ids of each pair's rows."""
+    numbering = number_questions(questions, [pair.value_a for pair in pairs])
     paired = _PairedRuns(list(metrics.values()), pairs, numbering)
 
     with share_results():
         batches = []
-        for weights in draw_question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
+        for weights in draw_question_counts(numbering.questions, options.resamples, options.seed, options.tick):
             nobody = np.zeros_like(weights)
             batches.append(paired.evaluate_differences(weights, nobody))
         draws = np.hstack(batches)
-        p_values = _test_by_swaps(paired, numbering.questions, swaps, filled)
+        p_values = _test_by_swaps(paired, numbering.questions, swaps, options)
 
     comparisons = {}
     for place, name in enumerate(metrics):
         value_a, value_b = paired.values[place].tolist()
-        band = summarise_draws(draws[place], filled.level)
+        band = summarise_draws(draws[place], options.level)
         comparisons[name] = Comparison(
             a=value_a,
             b=value_b,
             difference=value_a - value_b,
             low=band.low,
             high=band.high,
-            level=filled.level,
+            level=options.level,
             p_value=float(p_values[place]),
             undefined=band.undefined,
         )
@@ -126,11 +179,14 @@ def compare_table(
 
 
 class _Pair(NamedTuple):
-    """One run of two methods, row by row on the same questions. (N,) each."""
+    """One run of two methods, row by row on the same questions. (N,) each.
 
-    confidence_a: Floats
+    The values are what metrics read: confidences, their ranks within the method, or scores.
+    """
+
+    value_a: Floats
     correct_a: Bools
-    confidence_b: Floats
+    value_b: Floats
     correct_b: Bools
 
 
@@ -147,7 +203,7 @@ class _PairedRuns:
         pairs: Sequence[_Pair],
         numbering: Numbering,
     ) -> None:
-        ranked_pairs = [_rank_confidences(pair) for pair in pairs]
+        ranked_pairs = [_rank_values(pair) for pair in pairs]
         self.values = _measure_both(functions, pairs)
         values_of_ranks = _measure_both(functions, ranked_pairs)
         is_equal = np.isclose(self.values, values_of_ranks, rtol=0.0, atol=ROUNDING, equal_nan=True)
@@ -174,16 +230,16 @@ class _PairedRuns:
         return differences
 
 
-def _rank_confidences(pair: _Pair) -> _Pair:
-    return pair._replace(confidence_a=rank_shares(pair.confidence_a), confidence_b=rank_shares(pair.confidence_b))
+def _rank_values(pair: _Pair) -> _Pair:
+    return pair._replace(value_a=rank_shares(pair.value_a), value_b=rank_shares(pair.value_b))
 
 
 def _measure_both(functions: Sequence[MetricFunction], pairs: Sequence[_Pair]) -> Floats:
     """Return the mean over runs of each metric of a and of b. (metrics, 2)."""
     values = np.empty((len(functions), 2))
     for place, metric in enumerate(functions):
-        values[place, 0] = np.mean([metric(pair.confidence_a, pair.correct_a) for pair in pairs])
-        values[place, 1] = np.mean([metric(pair.confidence_b, pair.correct_b) for pair in pairs])
+        values[place, 0] = np.mean([metric(pair.value_a, pair.correct_a) for pair in pairs])
+        values[place, 1] = np.mean([metric(pair.value_b, pair.correct_b) for pair in pairs])
     return values
 
 
@@ -191,9 +247,9 @@ def _join_pairs(pairs: Sequence[_Pair], numbering: Numbering) -> list[WeightedRu
     """Put the rows of b after those of a, and number its questions after a's."""
     runs = []
     for pair, question in zip(pairs, numbering.of_rows, strict=True):
-        confidence = np.append(pair.confidence_a, pair.confidence_b)
+        value = np.append(pair.value_a, pair.value_b)
         correct = np.append(pair.correct_a, pair.correct_b)
-        runs.append(WeightedRun(confidence, correct, np.append(question, question + numbering.questions)))
+        runs.append(WeightedRun(value, correct, np.append(question, question + numbering.questions)))
     return runs
 
 
@@ -228,9 +284,38 @@ def _test_by_swaps(
 
 
 def _align_answers(a: Answers, b: Answers) -> _Pair:
-    """Bring the rows of b into the order of a's questions.
+    """Pair the confidences: the rows of b in the order of a's questions; raises as `_find_rows_of_b`."""
+    order = _find_rows_of_b(a, b)
+    confidence_a, correct_a = check_columns(a.confidence, a.correct)
+    confidence_b, correct_b = check_columns(b.confidence, b.correct)
+    return _Pair(confidence_a, correct_a, confidence_b[order], correct_b[order])
 
-    DataError where they do not answer the same questions, each once.
+
+def _align_scores(a: ScoredAnswers, b: ScoredAnswers) -> _Pair:
+    """Pair the scores: the rows of b in the order of a's questions; raises as `_find_rows_of_b`."""
+    order = _find_rows_of_b(a.answers, b.answers)
+    scores_a, correct_a = _check_scores(a)
+    scores_b, correct_b = _check_scores(b)
+    return _Pair(scores_a, correct_a, scores_b[order], correct_b[order])
+
+
+def _check_scores(run: ScoredAnswers) -> tuple[Floats, Bools]:
+    """Return the columns `scores` and `correct`, or raise ValueError."""
+    confidence, correct = check_columns(run.answers.confidence, run.answers.correct)
+    scores = np.asarray(run.scores, dtype=np.float64)
+    if scores.shape != confidence.shape:
+        raise ValueError(f"scores has shape {scores.shape}, expected {confidence.shape}")
+    in_range = np.isfinite(scores) & (scores >= 0.0)  # `sort_keys` cannot order negative numbers
+    if not in_range.all():
+        raise ValueError("scores must be finite numbers of at least 0")
+    return scores, correct
+
+
+def _find_rows_of_b(a: Answers, b: Answers) -> Ints:
+    """Return the row of b for each of a's questions, in the order of a's rows.
+
+    Raises:
+        DataError: They do not answer the same questions, each once.
     """
     name_a = a.source or "a"
     name_b = b.source or "b"
@@ -238,10 +323,7 @@ def _align_answers(a: Answers, b: Answers) -> _Pair:
     rows_b = _index_questions(b, name_b)
     _require_questions(rows_a, name_a, rows_b, name_b)
     _require_questions(rows_b, name_b, rows_a, name_a)
-    confidence_a, correct_a = check_columns(a.confidence, a.correct)
-    confidence_b, correct_b = check_columns(b.confidence, b.correct)
-    order = np.array([rows_b[question] for question in rows_a], dtype=np.intp)
-    return _Pair(confidence_a, correct_a, confidence_b[order], correct_b[order])
+    return np.array([rows_b[question] for question in rows_a], dtype=np.intp)
 
 
 def _index_questions(answers: Answers, name: str | Path) -> dict[object, int]:

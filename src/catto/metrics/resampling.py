@@ -61,6 +61,19 @@ class Answers:
     source: str | Path | None = None
 
 
+@dataclass(frozen=True)
+class ScoredAnswers:
+    """The answers of one run, with a score for each.
+
+    Attributes:
+        answers: The answers.
+        scores: (N,) finite numbers of at least 0, such as the loss of each answer.
+    """
+
+    answers: Answers
+    scores: ArrayLike
+
+
 class BootstrapOptions(TypedDict, total=False):
     """How often, how wide, from which seed; `tick` is called once per resample, simulation and swap."""
 
@@ -101,22 +114,26 @@ def fill_options(options: BootstrapOptions) -> ResamplingOptions:
 class WeightedRun:
     """The rows of one run, for which weights of questions become weights of rows.
 
-    Rows are kept by rising confidence. Rows that agree in confidence and correctness are merged into one, whose weight
-    is the sum of theirs.
+    Rows are kept by rising value. Rows that agree in value and correctness are merged into one, whose weight is the sum
+    of theirs.
+
+    Attributes:
+        value: What metrics read of each distinct row: its confidence, a rank, or a score of at least 0.
+        correct: Whether the distinct row is right.
     """
 
     def __init__(
         self,
-        confidence: Floats,
+        value: Floats,
         correct: Bools,
         question: Ints,
     ) -> None:
-        keys = sort_keys(confidence, correct)
+        keys = sort_keys(value, correct)
         order = np.argsort(keys)
         self._starts = run_starts(keys[order])
         self._question = question[order]
         distinct = order[self._starts]
-        self.confidence = confidence[distinct]
+        self.value = value[distinct]
         self.correct = correct[distinct]
 
     def weigh_rows(self, weights: Weights) -> Floats:
@@ -137,7 +154,7 @@ def evaluate_runs(
     for place, run in enumerate(runs):
         of_rows = run.weigh_rows(weights)
         for number, metric in enumerate(metrics):
-            values[place, number] = evaluate_metric(metric, run.confidence, run.correct, of_rows)
+            values[place, number] = evaluate_metric(metric, run.value, run.correct, of_rows)
     return np.asarray(values.mean(axis=0))
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from catto.measure import MeasureSettings, compare_runs
+from catto.measure import MeasureSettings
 from catto.metrics.catalogue import Versus
-from catto.metrics.resampling import Answers
+from catto.metrics.comparisons import compare_mean_scores
+from catto.metrics.intervals import drop_invalid_interval
+from catto.metrics.resampling import Answers, ScoredAnswers, ignore_tick
 from catto.records import content_hash
 from catto.report.cell_answers import CellAnswers
 from catto.report.numbers import (
@@ -30,8 +31,8 @@ class _RunPlace(NamedTuple):
     seed: int
 
 
-# Method -> its runs. The `confidence` of such a run is the loss of each answer.
-_LossRuns = dict[str, list[Answers]]
+# Method -> its runs, each with the loss of every answer as its scores. All methods have the same places, in one order.
+_LossRuns = dict[str, list[ScoredAnswers]]
 
 
 def decide_verdict(
@@ -42,14 +43,14 @@ def decide_verdict(
 ) -> Verdict | None:
     """Compare the method with the lowest loss with all others.
 
-    The loss of an answer is |confidence - posterior| if every posterior is known, and the Brier score otherwise. Both
-    are means over questions, which an ECE is not. The best method is known only after the fact, so p-values are
-    multiplied by the number of all pairs.
+    The loss of an answer is |confidence - posterior| if every posterior is known, and otherwise its Brier score,
+    (confidence - correct)^2. The loss of a method is a mean over questions, which its ECE is not. The best method is
+    known only after the fact, so p-values are multiplied by the number of all pairs of methods.
 
     Args:
         groups: The groups to judge.
         answers: The answers of all cells.
-        settings: How runs are resampled.
+        settings: How runs are resampled; its metrics are not read.
         known: Numbers of an earlier build; its verdict is kept if the groups are the same.
 
     Returns:
@@ -58,59 +59,67 @@ def decide_verdict(
     key = content_hash([[group.input, group.sources.forced] for group in groups])
     if known is not None and known.verdict is not None and known.verdict.input == key:
         return known.verdict
-    is_exact = all("true_error" in group.others for group in groups)
-    runs = _gather_losses(groups, answers, is_exact)
+    posteriors_known = all("true_error" in group.others for group in groups)
+    runs = _gather_losses(groups, answers, posteriors_known=posteriors_known)
     if len(runs) < 2:
         return None
-    if not is_exact and not _has_both_outcomes(runs):
+    if not posteriors_known and not _has_both_outcomes(runs):
         return None
 
     losses = _rank_methods(runs)
     best, *others = losses
-    pairs = len(losses) * (len(losses) - 1) // 2
-    mean_loss = replace(settings, metrics=("mean_confidence",))  # the confidences of these runs are losses
+    pairs_of_methods = len(losses) * (len(losses) - 1) // 2
+    options = settings.options([run.answers for run in runs[best]], ignore_tick)
     behind = {}
     for name in others:
-        comparisons = compare_runs(runs[name], runs[best], mean_loss, swaps=SWAPS * pairs)
-        difference = comparisons["mean_confidence"]
-        behind[name] = Versus(**vars(difference), p_corrected=min(1.0, pairs * difference.p_value))
+        compared = compare_mean_scores(runs[name], runs[best], swaps=SWAPS * pairs_of_methods, **options)
+        difference = drop_invalid_interval(compared)
+        p_corrected = min(1.0, pairs_of_methods * difference.p_value)
+        behind[name] = Versus(**vars(difference), p_corrected=p_corrected)
     return Verdict(
         input=key,
-        metric="true_error" if is_exact else "brier",
+        metric="true_error" if posteriors_known else "brier",
         n=min(group.n for group in groups),
         losses=losses,
         behind=behind,
     )
 
 
-def _gather_losses(groups: Sequence[GroupNumbers], answers: Sequence[CellAnswers], is_exact: bool) -> _LossRuns:
-    """Return the losses of each method that was run everywhere and had no group of mostly forced answers."""
-    forced = {group.method for group in groups if group.sources.forced}
-    by_method: dict[str, dict[_RunPlace, Answers]] = {}
-    for group in groups:
-        if group.method in forced:
-            continue
-        for run in answers:
-            if group.holds(run.cell):
-                place = _RunPlace(group.task, group.trained_on, run.cell.seed)
-                by_method.setdefault(group.method, {})[place] = _compute_losses(run, group.task, is_exact)
+def _gather_losses(
+    groups: Sequence[GroupNumbers], answers: Sequence[CellAnswers], *, posteriors_known: bool
+) -> _LossRuns:
+    """Return the losses of each method that has all runs and no group of mostly forced answers.
+
+    All runs are those of every method together: a method that lacks one of them is left out.
+    """
+    mostly_forced = {group.method for group in groups if group.sources.forced}
+    run_at: dict[str, dict[_RunPlace, ScoredAnswers]] = {}
     all_places: set[_RunPlace] = set()
-    for places in by_method.values():
-        all_places |= places.keys()
+    for group in groups:
+        if group.method in mostly_forced:
+            continue
+        for cell_answers in answers:
+            if not group.holds(cell_answers.cell):
+                continue
+            place = _RunPlace(group.task, group.trained_on, cell_answers.cell.seed)
+            run = _compute_losses(cell_answers, group.task, posteriors_known=posteriors_known)
+            run_at.setdefault(group.method, {})[place] = run
+            all_places.add(place)
     complete = {}
-    for name, places in by_method.items():
-        if len(places) == len(all_places):
-            complete[name] = [places[place] for place in sorted(all_places)]
+    for method, runs in run_at.items():
+        if runs.keys() == all_places:
+            complete[method] = [runs[place] for place in sorted(all_places)]
     return complete
 
 
-def _compute_losses(run: CellAnswers, task: str, is_exact: bool) -> Answers:
-    questions = [(task, name) for name in run.question or ()]
-    if is_exact:
-        losses = np.abs(run.confidence - run.truth)
+def _compute_losses(answers: CellAnswers, task: str, *, posteriors_known: bool) -> ScoredAnswers:
+    """Return the answers with their losses. Question ids carry the task, since two tasks may share an id."""
+    if posteriors_known:
+        losses = np.abs(answers.confidence - answers.truth)
     else:
-        losses = np.abs(run.confidence - run.correct) ** 2
-    return Answers(questions, losses, run.correct)
+        losses = np.abs(answers.confidence - answers.correct) ** 2
+    questions = [(task, name) for name in answers.question or ()]
+    return ScoredAnswers(Answers(questions, answers.confidence, answers.correct), losses)
 
 
 def _has_both_outcomes(runs: _LossRuns) -> bool:
@@ -118,13 +127,13 @@ def _has_both_outcomes(runs: _LossRuns) -> bool:
     outcomes: set[bool] = set()
     for method_runs in runs.values():
         for run in method_runs:
-            outcomes.update(np.unique(run.correct).tolist())
+            outcomes.update(np.unique(run.answers.correct).tolist())
     return len(outcomes) > 1
 
 
 def _rank_methods(runs: _LossRuns) -> dict[str, float]:
     """Return the mean loss of each method over its runs, lowest first."""
-    means = {}
-    for name, method_runs in runs.items():
-        means[name] = float(np.mean([np.asarray(run.confidence).mean() for run in method_runs]))
-    return dict(sorted(means.items(), key=lambda item: item[1]))
+    mean_losses = {}
+    for method, method_runs in runs.items():
+        mean_losses[method] = float(np.mean([np.asarray(run.scores).mean() for run in method_runs]))
+    return dict(sorted(mean_losses.items(), key=lambda item: item[1]))
