@@ -129,13 +129,26 @@ def token_stats(
     Returns:
         Statistics of the targets' shape.
 
+    Raises:
+        ValueError: The shapes do not fit each other, or an option is out of its range.
+
     >>> stats = token_stats(torch.tensor([[0.5, 0.3, 0.2]]).log(), None, torch.tensor([0]))
     >>> round(stats.confidence.item(), 4), round(stats.margin.item(), 4), stats.right.item()
     (0.5, 0.2, True)
     """
     with gather_partitions(weight, bias):
-        logits = (softcap, scale, temperature)
-        spec = _logit_spec(hidden, targets, weight, bias, logits, tile, extras, precision)
+        spec = _make_logit_spec(
+            hidden,
+            targets,
+            weight,
+            bias,
+            softcap=softcap,
+            scale=scale,
+            temperature=temperature,
+            tile=tile,
+            extras=extras,
+            precision=precision,
+        )
         is_scored = targets != IGNORE
         all_scored = not masked or bool(is_scored.all())
         if all_scored:
@@ -184,6 +197,9 @@ def label_logprobs(
     Returns:
         Log-probabilities (B, K); -inf where a label is -100.
 
+    Raises:
+        ValueError: As in `token_stats`.
+
     >>> logits = torch.tensor([[[0.5, 0.3, 0.2]]]).log()
     >>> label_logprobs(logits, None, torch.tensor([0]), torch.tensor([[2, 0, -100]])).exp().round(decimals=4)
     tensor([[0.2000, 0.5000, 0.0000]])
@@ -192,25 +208,37 @@ def label_logprobs(
         sequences = torch.arange(hidden.shape[0], device=hidden.device)
         rows = hidden[sequences, positions]
         ids = labels.clamp(min=0)
-        first_label = ids[:, 0]
-        logits = (softcap, scale, temperature)
-        spec = _logit_spec(rows, first_label, weight, bias, logits, tile, (), precision)
+        first_label = ids[:, 0]  # the head needs a target, whose own statistics are not read here
+        spec = _make_logit_spec(
+            rows,
+            first_label,
+            weight,
+            bias,
+            softcap=softcap,
+            scale=scale,
+            temperature=temperature,
+            tile=tile,
+            extras=(),
+            precision=precision,
+        )
         output = HeadOutput(*_TiledHead.apply(rows, weight, bias, first_label, ids, spec))  # type: ignore[no-untyped-call]
     return output.labels.masked_fill(labels == IGNORE, -torch.inf)
 
 
-def _logit_spec(
+def _make_logit_spec(
     hidden: Tensor,
     targets: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    logits: tuple[float | None, float, float],
+    *,
+    softcap: float | None,
+    scale: float,
+    temperature: float,
     tile: int | None,
     extras: Collection[str],
     precision: Precision,
 ) -> LogitSpec:
     """Return how the logits are computed; ValueError if the tensors do not fit each other or an option is bad."""
-    softcap, scale, temperature = logits
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
     tokens = hidden.shape[:-1].numel()
     rows_per_tile, columns_per_tile = tile_shape(tokens, vocabulary, hidden.device, tile)
@@ -239,7 +267,10 @@ def _logit_spec(
 
 
 def gather_partitions(*parameters: Tensor | None) -> AbstractContextManager[Any]:
-    """Gather the parameters that DeepSpeed ZeRO-3 has partitioned; every other tensor is whole already."""
+    """Keep the parameters that DeepSpeed ZeRO-3 has partitioned whole inside the context.
+
+    Every other tensor is whole already: without ZeRO-3 nothing happens.
+    """
     partitioned = {id(p): p for p in parameters if p is not None and hasattr(p, "ds_status")}
     if not partitioned:
         return nullcontext()
@@ -305,10 +336,13 @@ def empty_sums(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> RunningSu
 
 
 def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, extras: frozenset[str]) -> RunningSums:
-    """Add a tile to the sums of its rows. The tile's logits are overwritten. targets: (N,), labels: (N, K)."""
+    """Return the sums of a tile's rows with the tile added. The tile's logits are overwritten.
+
+    targets: (N,), labels: (N, K).
+    """
     z = tile.logits
-    # A finite stand-in for -inf: its exponential is 0, and 0 * nothing stays 0 in the entropy's sum.
-    nothing = torch.finfo(z.dtype).min / 8
+    # A finite stand-in for -inf: its exponential is 0, and 0 * lowest stays 0 in the entropy's sum.
+    lowest = torch.finfo(z.dtype).min / 8
 
     label_logits = sums.labels
     if labels.shape[1]:
@@ -322,12 +356,13 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     target_inside, column = locate_tokens(targets, tile.columns)
     target_column = column.unsqueeze(-1)
     target_logit = z.gather(-1, target_column)
-    z.scatter_(-1, target_column, torch.where(target_inside.unsqueeze(-1), nothing, target_logit))
+    z.scatter_(-1, target_column, torch.where(target_inside.unsqueeze(-1), lowest, target_logit))
     best, best_column = z.max(-1)
-    z.scatter_(-1, best_column.unsqueeze(-1), nothing)
+    z.scatter_(-1, best_column.unsqueeze(-1), lowest)
 
-    # Sum what is left, in units of exp(best).
-    peak = best.clamp(min=nothing / 2).unsqueeze(-1)
+    # Sum what is left, in units of exp(best). A tile of the target alone has nothing left: with the bound of the peak
+    # its sum is 0.
+    peak = best.clamp(min=lowest / 2).unsqueeze(-1)
     if "entropy" in extras:
         e = (z - peak).exp_()  # z itself is needed below
     else:
@@ -338,14 +373,14 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     lesser = torch.minimum(sums.rival, best)
     old_units = (sums.rival - greater).exp()
     tile_units = (best - greater).exp()
-    second = (lesser - greater).exp()
-    rest = sums.rest * old_units + e.sum(-1) * tile_units + second
+    exp_lesser = (lesser - greater).exp()
+    rest = sums.rest * old_units + e.sum(-1) * tile_units + exp_lesser
     rest_sq = sums.rest_sq
     if "log_sum_sq" in extras:
-        rest_sq = rest_sq * old_units**2 + (e * e).sum(-1) * tile_units**2 + second**2
+        rest_sq = rest_sq * old_units**2 + (e * e).sum(-1) * tile_units**2 + exp_lesser**2
     rest_z = sums.rest_z
     if "entropy" in extras:
-        rest_z = rest_z * old_units + z.mul_(e).sum(-1) * tile_units + second * lesser.clamp(min=nothing)
+        rest_z = rest_z * old_units + z.mul_(e).sum(-1) * tile_units + exp_lesser * lesser.clamp(min=lowest)
 
     best_id = best_column + tile.columns.start
     return RunningSums(
@@ -385,10 +420,10 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
         mean_logit = sums.total / spec.vocabulary
     entropy = None
     if "entropy" in spec.extras:
-        # The log-sum-exp minus the mean logit. p_j z_j of the rest sums to p_rival * rest_z, by the units of rest_z.
-        mean_of_target = target.exp() * sums.target
-        mean_of_others = rival.exp() * (sums.rival + sums.rest_z)
-        entropy = logsumexp - mean_of_target - mean_of_others
+        # The log-sum-exp minus sum_j p_j z_j. That sum over the rest is p_r * rest_z, by the units of rest_z.
+        target_share = target.exp() * sums.target
+        others_share = rival.exp() * (sums.rival + sums.rest_z)
+        entropy = logsumexp - target_share - others_share
     log_sum_sq = None
     if "log_sum_sq" in spec.extras:
         log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
@@ -449,7 +484,10 @@ def _slice_rows(tensors: Iterable[Tensor | None], rows: slice) -> list[Any]:
 def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the factor of p_j in the gradient of the logits, (N,).
 
-    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j, so all statistics share one factor of p_j.
+    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j, so these statistics share one factor of p_j.
+    `tile_gradient` adds what is left of them, and the mean logit and the entropy.
+
+    gradients: The incoming gradients of the head's outputs.
     """
     mass = torch.zeros(tokens, dtype=dtype, device=device)
     label_sum = None
@@ -464,11 +502,12 @@ def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: tor
 
 
 def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: HeadGradients) -> Tensor:
-    """Overwrite the tile's logits with the gradient of the loss in the raw logits y, (rows, columns)."""
+    """Overwrite the tile's logits with the gradient of the loss in the raw logits y, (rows, columns), and return it."""
     z = tile.logits
-    slope = None
+    # What reads the logits comes first, before they are overwritten.
+    softcap_slope = None
     if spec.softcap is not None:
-        slope = 1 - (z * (spec.temperature / spec.softcap)) ** 2
+        softcap_slope = 1 - (z * (spec.temperature / spec.softcap)) ** 2
     further_terms = []
     if gradients.log_doubt is not None and saved.log_doubt is not None:
         further_terms.append(_doubt_gradient(tile, saved, gradients.log_doubt, saved.log_doubt))
@@ -488,8 +527,8 @@ def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: He
         d.add_(gradients.mean_logit.unsqueeze(-1) / spec.vocabulary)
     for term in further_terms:
         d.add_(term)
-    if slope is not None:
-        d.mul_(slope)
+    if softcap_slope is not None:
+        d.mul_(softcap_slope)
     factor = spec.scale / spec.temperature
     if factor != 1.0:
         d.mul_(factor)
@@ -521,8 +560,9 @@ def _entropy_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, entropy:
 class WeightGradient:
     """Accumulates the gradient of the LM head, one range of columns after the other.
 
-    A sum of several products is kept in fp32, whatever the weight's dtype. The first product of a sum writes instead
-    of adding: zeroing a large gradient beforehand costs 4 % of the pass.
+    Tiles must come in the order of `compute_tiles`: all rows of a range of columns, then the next range. A sum of
+    several products is kept in fp32, whatever the weight's dtype. The first product of a sum writes instead of adding:
+    zeroing a large gradient beforehand costs 4 % of the pass.
     """
 
     def __init__(self, weight: Tensor, tokens: int, dtype: torch.dtype, spec: LogitSpec) -> None:
@@ -534,15 +574,15 @@ class WeightGradient:
 
     def add(self, tile: Tile, logit_gradient: Tensor, hidden: Tensor) -> None:
         """Add what a tile's rows contribute. logit_gradient: (rows, columns), hidden: (rows, H)."""
-        is_first = tile.rows.start == 0
-        is_last = tile.rows.stop == self.tokens
-        if is_first:
-            space = self.gradient[tile.columns]
-            one_product = is_last and space.dtype == self.product_dtype
-            writes_in_place = space.dtype == self.dtype or one_product
-            self._sum = space if writes_in_place else torch.empty_like(space, dtype=self.dtype)
-        multiply(self._sum, logit_gradient.T, hidden, add=not is_first)
-        if is_last and self._sum.dtype != self.gradient.dtype:
+        is_first_product = tile.rows.start == 0
+        is_last_product = tile.rows.stop == self.tokens
+        if is_first_product:
+            part = self.gradient[tile.columns]
+            needs_no_sum = is_last_product and part.dtype == self.product_dtype
+            writes_in_place = part.dtype == self.dtype or needs_no_sum
+            self._sum = part if writes_in_place else torch.empty_like(part, dtype=self.dtype)
+        multiply(self._sum, logit_gradient.T, hidden, add=not is_first_product)
+        if is_last_product and self._sum.dtype != self.gradient.dtype:
             self.gradient[tile.columns] = self._sum
 
 
@@ -570,8 +610,8 @@ class _TiledHead(torch.autograd.Function):
                 rows = tile.rows
                 if rows.start not in sums_by_row:
                     sums_by_row[rows.start] = empty_sums(targets[rows], labels[rows], statistics_dtype(hidden))
-                before = sums_by_row[rows.start]
-                sums_by_row[rows.start] = add_tile(before, tile, targets[rows], labels[rows], spec.extras)
+                sums_so_far = sums_by_row[rows.start]
+                sums_by_row[rows.start] = add_tile(sums_so_far, tile, targets[rows], labels[rows], spec.extras)
             sums = RunningSums(*(torch.cat(parts) for parts in zip(*sums_by_row.values(), strict=True)))
             output = finish_sums(sums, spec)
         right = sums.target > sums.rival
@@ -587,16 +627,16 @@ class _TiledHead(torch.autograd.Function):
         hidden, weight, bias, *saved_tensors = ctx.saved_tensors
         spec = ctx.spec
         saved = SavedTokens(*saved_tensors)
-        of_output = HeadOutput(*incoming)  # type: ignore[arg-type]
+        output_gradients = HeadOutput(*incoming)  # type: ignore[arg-type]
         dtype = statistics_dtype(hidden)
         gradients = HeadGradients(
-            mass=sum_mass(of_output, len(hidden), dtype, hidden.device),
-            target=of_output.target,
-            rival=of_output.rival,
-            log_doubt=of_output.log_doubt,
-            mean_logit=of_output.mean_logit,
-            entropy=of_output.entropy,
-            labels=of_output.labels,
+            mass=sum_mass(output_gradients, len(hidden), dtype, hidden.device),
+            target=output_gradients.target,
+            rival=output_gradients.rival,
+            log_doubt=output_gradients.log_doubt,
+            mean_logit=output_gradients.mean_logit,
+            entropy=output_gradients.entropy,
+            labels=output_gradients.labels,
         )
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with gather_partitions(weight, bias), torch.autocast(hidden.device.type, enabled=False):
@@ -629,7 +669,7 @@ class _TiledHead(torch.autograd.Function):
             None if hidden_gradient is None else hidden_gradient.to(hidden.dtype),
             None if weight_gradient is None else weight_gradient.gradient,
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            None,
-            None,
-            None,
+            None,  # targets
+            None,  # labels
+            None,  # spec
         )

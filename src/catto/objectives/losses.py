@@ -36,6 +36,9 @@ def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
 
     Returns:
         Losses (B, T); 0 at masked positions.
+
+    Raises:
+        ValueError: epsilon is above 0 and the statistics lack `mean_logit`.
     """
     if epsilon == 0.0:
         return -stats.target
@@ -106,6 +109,9 @@ def bce_loss(
 
     Returns:
         Losses (B,), at least 0.
+
+    Raises:
+        ValueError: The statistics lack `log_doubt`.
 
     >>> from catto import token_stats
     >>> logits = torch.tensor([[[0.6, 0.3, 0.1]]]).log()
@@ -213,16 +219,16 @@ def outcome_loss(
     """
     is_distribution = gold.dim() == 2
     if score == "log" and is_distribution:
-        # A label without weight adds nothing, also where it has no probability at all.
-        reached = label_logprobs.masked_fill(gold == 0, 0.0)
-        loss = -(gold * reached).sum(-1)
+        # A label without weight adds nothing, also where its log-probability is -inf.
+        counted_logprobs = label_logprobs.masked_fill(gold == 0, 0.0)
+        loss = -(gold * counted_logprobs).sum(-1)
     elif score == "log":
         loss = -label_logprobs.gather(-1, gold.unsqueeze(-1)).squeeze(-1)
     else:
-        shares = gold
+        target = gold
         if not is_distribution:
-            shares = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
-        distance = label_logprobs.exp() - shares
+            target = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
+        distance = label_logprobs.exp() - target
         loss = (distance**2).sum(-1)
     if weights is None:
         return loss
@@ -289,8 +295,8 @@ def spread_targets(q: Tensor, others: Tensor, accuracy: Tensor) -> Tensor:
     largest = q.masked_fill(~others, 0.0).amax(-1)
     divisor = (largest * rest).clamp(min=torch.finfo(q.dtype).tiny)
     gain = torch.log(count.to(q.dtype)) / divisor
-    bend = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~others, 0.0)
-    total = count + bend.sum(-1)
-    share = (1 + bend) / total.unsqueeze(-1)
+    tanh_term = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~others, 0.0)
+    total = count + tanh_term.sum(-1)
+    share = (1 + tanh_term) / total.unsqueeze(-1)
     targets = rest.unsqueeze(-1) * share
     return targets.masked_fill(~others, 0.0)

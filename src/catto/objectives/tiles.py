@@ -70,9 +70,10 @@ def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | N
         return TOKENS, tile
     if device.type not in MIXED_PRODUCTS:
         return TOKENS, TILE
-    tokens = max(tokens, 1)
+    tokens = max(tokens, 1)  # all of them may be masked
     bytes_per_tile = device_memory(device) // 256
-    columns = min(bytes_per_tile // 4 // tokens, vocabulary // 8)
+    logits_per_tile = bytes_per_tile // 4
+    columns = min(logits_per_tile // tokens, vocabulary // 8)
     columns = max(columns, 1024)
     return tokens, round_up(columns, 128)
 
@@ -147,29 +148,34 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 
 def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, spec: LogitSpec) -> Iterator[Tile]:
-    """Yield every tile of the logits: all rows with the first columns, then all rows with the next columns."""
+    """Yield every tile of the logits: all rows with the first columns, then all rows with the next columns.
+
+    All tiles share one buffer, so a tile is valid until the next one is asked for. The consumer may overwrite it.
+    """
     dtype = statistics_dtype(hidden)
     rounded = hidden if weight is None else hidden.to(spec.product_dtype)
     rows_per_tile = min(spec.rows_per_tile, len(hidden))
     columns_per_tile = min(spec.columns_per_tile, spec.vocabulary)
     # One buffer for all tiles: a fresh one each costs its page faults again, 8 % of the time of a pass on a CPU.
     buffer = hidden.new_empty(rows_per_tile, columns_per_tile, dtype=dtype)
-    factor = (spec.softcap or spec.scale) / spec.temperature
+    factor = spec.scale / spec.temperature
+    if spec.softcap is not None:  # the scale is inside the tanh
+        factor = spec.softcap / spec.temperature
     for columns in split_range(spec.vocabulary, spec.columns_per_tile):
-        part = None if weight is None else weight[columns].to(spec.product_dtype)
+        weight_part = None if weight is None else weight[columns].to(spec.product_dtype)
         for rows in split_range(len(hidden), spec.rows_per_tile):
             z = buffer[: rows.stop - rows.start, : columns.stop - columns.start]
-            if part is None:
+            if weight_part is None:
                 z.copy_(hidden[rows, columns])
             else:
-                multiply(z, rounded[rows], part.T)
+                multiply(z, rounded[rows], weight_part.T)
             if bias is not None:
                 z.add_(bias[columns].to(dtype))
             if spec.softcap is not None:
                 z.mul_(spec.scale / spec.softcap).tanh_()
             if factor != 1.0:
                 z.mul_(factor)
-            yield Tile(rows, columns, z, part)
+            yield Tile(rows, columns, z, weight_part)
 
 
 def locate_tokens(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
