@@ -151,7 +151,7 @@ def test_the_brier_score_is_the_mean_of_squared_errors() -> None:
 def test_scores_are_one_number_of_at_least_0_per_answer(scores: list[float]) -> None:
     answers = Answers("xy", [0.5, 0.6], [1, 0])
     bad, good = ScoredAnswers(answers, scores), ScoredAnswers(answers, [0.5, 0.1])
-    with pytest.raises(ValueError, match="^scores "):
+    with pytest.raises(ValueError, match=r"^scores "):
         compare_mean_scores([good], [bad])
 
 
