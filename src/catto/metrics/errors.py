@@ -238,7 +238,7 @@ def ece_mass(
     bins: int = 20,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return ECE over bins of equal mass; equal confidences share a bin.
+    """Return ECE over bins that hold equally many rows; equal confidences share a bin.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -254,6 +254,7 @@ def ece_mass(
     """
     if weight is None or np.ndim(weight) == 1:
         return to_score(_mean_gap(reliability(confidence, correct, bins, "mass", weight)))
+    # The edges depend on the weight, so each weighting has bins of its own.
     c, z = check_columns(confidence, correct)
     return np.array([ece_mass(c, z, bins=bins, weight=one_weight) for one_weight in check_weight(weight, len(c))])
 
@@ -327,8 +328,8 @@ def debiased_ece(
     mean. The excess is estimated as `E|N(gap, s^2)| - |gap|`, in closed form, and subtracted:
         sum_m (n_m / N) (2 |gap_m| - E|N(gap_m, s_m^2)|).
     It is the published correction of the L1 error itself (the Brocker and Ferro-Fricker ones correct its square), hence
-    comparable with ECE. It removes up to 40 % of the bias of a calibrated model, never all of it; a bin whose rows are
-    all right or all wrong is left as it is.
+    comparable with ECE. It removes up to 40 % of the bias of a calibrated model, never all of it. A bin whose rows are
+    all right or all wrong has s = 0 and is left as it is.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -343,17 +344,18 @@ def debiased_ece(
     0.1399
     """
     sums = reliability(confidence, correct, bins, "width", weight)
-    count = np.where(sums.count > 0, sums.count, 1.0)
     gap = np.abs(sums.gap)
-    variance_of_sum = sums.correct_sum * (count - sums.correct_sum) / count
-    deviation = np.sqrt(variance_of_sum) / count
+    # s = sqrt(n acc (1 - acc)) / n, from sums: the accuracy of an empty bin is nan, and with a count of 1 its s is 0.
+    count = np.where(sums.count > 0, sums.count, 1.0)
+    variance_of_right_rows = sums.correct_sum * (count - sums.correct_sum) / count
+    deviation = np.sqrt(variance_of_right_rows) / count
     # The mean of |X| for X ~ N(gap, deviation^2); without deviation it is the gap.
     infinite = np.full_like(gap, np.inf)
     ratio = np.divide(gap, deviation, out=infinite, where=deviation > 0)
     spread_part = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2)
     gap_part = gap * _erf(ratio / 2.0**0.5)
-    folded_mean = spread_part + gap_part
-    corrected = sums.share * (2.0 * gap - folded_mean)
+    mean_absolute_gap = spread_part + gap_part
+    corrected = sums.share * (2.0 * gap - mean_absolute_gap)
     return to_score(np.maximum(0.0, corrected.sum(axis=-1)))
 
 
@@ -361,11 +363,14 @@ _erf = np.vectorize(erf, otypes=[np.float64])  # scipy.special takes 0.3 s to im
 
 
 def check_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
-    """Return class indices, or raise a ValueError.
+    """Return the gold labels as class indices.
 
     Args:
-        gold: (N,) whole numbers in [0, K).
+        gold: (N,) whole numbers in [0, K), N >= 1.
         shape: (N, K), the shape of the scores that the indices point into.
+
+    Raises:
+        ValueError: `gold` has another shape, holds no whole numbers, or one is not in [0, K).
 
     >>> check_gold([1, 0], (2, 3)).tolist()
     [1, 0]
@@ -373,8 +378,8 @@ def check_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
     index = np.asarray(gold)
     if index.shape != shape[:1]:
         raise ValueError(f"gold has shape {index.shape}, expected ({shape[0]},)")
-    is_whole = index.dtype.kind in "iu" and len(index) > 0
-    if not is_whole or index.min() < 0 or index.max() >= shape[1]:
+    has_whole_numbers = index.dtype.kind in "iu" and len(index) > 0
+    if not has_whole_numbers or index.min() < 0 or index.max() >= shape[1]:
         raise ValueError(f"gold must be whole numbers from 0 to {shape[1] - 1}, one per row")
     return index.astype(np.intp)
 
@@ -428,14 +433,15 @@ def brier_split(
     """
     c, z = check_columns(confidence, correct)
     sums = reliability(c, z, bins, strategy)
-    index = bin_index(c, bin_edges(c, bins, strategy))
+    bin_of_row = bin_index(c, bin_edges(c, bins, strategy))
     base_rate = float(z.mean())
-    excess_of_bin = (sums.correct_sum - base_rate * sums.count) / np.maximum(sums.count, 1)
-    confidence_offset = c - sums.confidence[index]
-    correct_offset = z - sums.accuracy[index]
+    # acc_m - acc, from sums: the accuracy of an empty bin is nan, and here it is 0.
+    accuracy_offset = (sums.correct_sum - base_rate * sums.count) / np.maximum(sums.count, 1)
+    confidence_offset = c - sums.confidence[bin_of_row]
+    correct_offset = z - sums.accuracy[bin_of_row]
     return BrierSplit(
         reliability=float(sums.share @ sums.gap**2),
-        resolution=float(sums.share @ excess_of_bin**2),
+        resolution=float(sums.share @ accuracy_offset**2),
         uncertainty=base_rate * (1.0 - base_rate),
         within_bin_variance=float(np.mean(confidence_offset**2)),
         within_bin_covariance=float(np.mean(confidence_offset * correct_offset)),
@@ -444,7 +450,8 @@ def brier_split(
 
 # ---- smooth calibration error
 
-# Cells of [0, 1]. A grid serves bandwidths of at least FINE_ENOUGH cells; below, a finer one is taken.
+# Cells of the grid on [0, 1]. A grid is fine enough for bandwidths of at least FINE_ENOUGH cells; for smaller ones, a
+# finer grid is taken, up to MOST_CELLS.
 FEWEST_CELLS = 1 << 9
 MOST_CELLS = 1 << 16
 FINE_ENOUGH = 8
@@ -477,30 +484,46 @@ def smooth_ece(
     0.2
     """
     groups = group_rows(confidence, correct, weight)
+    # One row for each weighting.
     residuals = np.atleast_2d(groups.right - confidence_sums(groups.count, groups.value))
     totals = np.atleast_1d(total_weight(groups.count))
     bandwidths = np.zeros(len(totals))
     for row, (residual, total) in enumerate(zip(residuals, totals, strict=True)):
-        if not residual.any():
-            continue
-        cells = FEWEST_CELLS
-        while True:
-            mass = _spread_mass(residual, groups.value, cells) / total
-            sigma = _solve_bandwidth(mass, cells)
-            if sigma * cells >= FINE_ENOUGH or cells == MOST_CELLS:
-                break
-            finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
-            cells = min(MOST_CELLS, max(2 * cells, finer))
-        bandwidths[row] = sigma
+        bandwidths[row] = _find_bandwidth(residual, groups.value, total)
     return to_score(bandwidths.reshape(groups.count.shape[:-1]))
 
 
+def _find_bandwidth(residual: Floats, value: Floats, total: float) -> float:
+    """Return the smECE of one weighting, on a grid that is fine enough for it.
+
+    Args:
+        residual: (G,) number of right rows less the sum of confidences, of each group.
+        value: (G,) confidence of each group, rising.
+        total: Number of rows, or their weight.
+    """
+    if not residual.any():
+        return 0.0
+    cells = FEWEST_CELLS
+    while True:
+        mass = _spread_mass(residual, value, cells) / total
+        sigma = _solve_bandwidth(mass, cells)
+        is_fine_enough = sigma * cells >= FINE_ENOUGH
+        if is_fine_enough or cells == MOST_CELLS:
+            return sigma
+        finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
+        cells = min(MOST_CELLS, max(2 * cells, finer))
+
+
 class _Cells(NamedTuple):
-    """Where the groups lie on a grid: the first group of each filled cell, these cells, and all places within them."""
+    """Where the G groups of equal confidence lie on a grid.
+
+    `starts` is the first group of each cell that holds any, `filled` the numbers of these cells. `offset` is each
+    group's distance from the lower node of its cell, (G,) in [0, 1].
+    """
 
     starts: Ints
     filled: Ints
-    place: Floats
+    offset: Floats
 
 
 @keep_last
@@ -508,7 +531,7 @@ def _assign_cells(value: Floats, cells: int) -> _Cells:
     position = value * cells
     cell = np.minimum(position.astype(np.intp), cells - 1)
     starts = run_starts(cell)
-    return _Cells(starts, cell[starts], position - cell)
+    return _Cells(starts, filled=cell[starts], offset=position - cell)
 
 
 def _spread_mass(
@@ -517,8 +540,8 @@ def _spread_mass(
     cells: int,
 ) -> Floats:
     """Spread each residual linearly onto the two nodes of its cell. (G,), (G,) -> (cells + 1,)."""
-    starts, filled, place = _assign_cells(value, cells)
-    upper_shares = np.add.reduceat(residual * place, starts)
+    starts, filled, offset = _assign_cells(value, cells)
+    upper_shares = np.add.reduceat(residual * offset, starts)
     mass = np.zeros(cells + 1)
     mass[filled] = np.add.reduceat(residual, starts) - upper_shares
     mass[filled + 1] += upper_shares
@@ -538,11 +561,11 @@ def _frequencies(cells: int) -> tuple[Floats, Floats]:
 
 
 def _solve_bandwidth(mass: Floats, cells: int) -> float:
-    """Return the sigma at which the smoothed error of the mass on the nodes is sigma. (cells + 1,)."""
+    """Return the sigma at which the smoothed error of the mass on the nodes is sigma itself. mass: (cells + 1,)."""
     from scipy.optimize import brentq
 
     spread, decay = _frequencies(cells)
-    total = abs(float(mass.sum()))
+    total_mass = abs(float(mass.sum()))
     # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
     on_circle = mass.copy()
     on_circle[[0, -1]] *= 2.0
@@ -551,8 +574,9 @@ def _solve_bandwidth(mass: Floats, cells: int) -> float:
     spectrum = np.fft.rfft(unfolded).real / spread
 
     def excess_at(sigma: float) -> float:
-        # Beyond these frequencies the kernel is below 1e-16.
-        kept = min(cells, int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))) + 1
+        # Beyond these frequencies the kernel is below 1e-16. brentq may try a sigma of 0 or just below it.
+        highest_kept = int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))
+        kept = min(cells, highest_kept) + 1
         smoothed = np.zeros(cells + 1)
         smoothed[:kept] = spectrum[:kept] * np.exp(sigma**2 * decay[:kept])
         density = np.abs(np.fft.irfft(smoothed)[: cells + 1])
@@ -560,5 +584,5 @@ def _solve_bandwidth(mass: Floats, cells: int) -> float:
         return integral - sigma
 
     # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
-    sigma = float(brentq(excess_at, total - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE))
+    sigma = float(brentq(excess_at, total_mass - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE))
     return min(1.0, sigma)

@@ -111,6 +111,12 @@ def bootstrap_table(
         method: See `bootstrap`.
         options: See `BootstrapOptions`.
 
+    Returns:
+        Name -> interval. Its ends are nan where the metric of all rows is undefined.
+
+    Raises:
+        ValueError: An option or a column is out of range, or a run has not one question id per row.
+
     >>> from catto.metrics.errors import accuracy, brier
     >>> run = Answers(None, [0.9, 0.8], [True, True])
     >>> table = bootstrap_table({"accuracy": accuracy, "brier": brier}, [run], resamples=10)
@@ -132,20 +138,20 @@ def bootstrap_table(
         for weights in draw_question_counts(numbering.questions, filled.resamples, filled.seed, filled.tick):
             batches.append(evaluate_runs(functions, weighted_runs, weights))
     draws = np.hstack(batches)
-    left_out = None
+    jackknife = None
     if method == "bca":
-        left_out = _leave_parts_out(functions, weighted_runs, numbering.questions)
+        jackknife = _leave_parts_out(functions, weighted_runs, numbering.questions)
 
     intervals = {}
     for place, (name, metric) in enumerate(metrics.items()):
-        value = float(np.mean([metric(c, z) for c, z in columns]))
+        estimate = float(np.mean([metric(c, z) for c, z in columns]))
         tails = central_tails(filled.level)
-        if left_out is not None:
-            tails = _shift_tails(tails, value, draws[place], left_out[place])
+        if jackknife is not None:
+            tails = _shift_tails(tails, estimate=estimate, draws=draws[place], jackknife=jackknife[place])
         band = summarise_draws(draws[place], filled.level, tails)
-        if isnan(value):
+        if isnan(estimate):
             band = replace(band, low=nan, high=nan)
-        intervals[name] = Interval(value, band.low, band.high, filled.level, band.undefined)
+        intervals[name] = Interval(estimate, band.low, band.high, filled.level, band.undefined)
     return intervals
 
 
@@ -154,7 +160,10 @@ def _leave_parts_out(
     runs: Sequence[WeightedRun],
     questions: int,
 ) -> Floats:
-    """Return each metric without one part of the questions at a time; a single question stays. (metrics, parts)."""
+    """Return each metric without one part of the questions at a time: the grouped jackknife. (metrics, parts).
+
+    The only part of a single question is not left out, since no rows would be left.
+    """
     parts = min(questions, JACKKNIFE_PARTS)
     part_of_question = default_rng(0).permutation(np.arange(questions) % parts)
     values = []
@@ -168,33 +177,45 @@ def _leave_parts_out(
 
 def _shift_tails(
     tails: Floats,
-    value: float,
+    *,
+    estimate: float,
     draws: Floats,
-    left_out: Floats,
+    jackknife: Floats,
 ) -> Floats:
-    """Shift the tail probabilities by bias and acceleration (Efron, 1987). (2,) -> (2,)."""
+    """Return the tail probabilities of the BCa interval: shifted by bias and acceleration (Efron, 1987).
+
+    Args:
+        tails: (2,) probabilities strictly between 0 and 1, as `central_tails` gives them.
+        estimate: The metric of all rows.
+        draws: (R,) its values on the resamples; undefined ones (nan) are ignored.
+        jackknife: (parts,) its values without one part each; undefined ones (nan) are ignored.
+
+    Returns:
+        (2,) probabilities; `tails` as they are if no draw is defined.
+    """
     defined = draws[~np.isnan(draws)]
     if not len(defined):
         return tails
     normal = NormalDist()
-    below = float(np.mean(defined < value) + 0.5 * np.mean(defined == value))
-    # All draws on one side would make the shift infinite; one draw in B + 1 is the least that B draws can show.
-    least = 1.0 / (len(defined) + 1)
-    most = len(defined) / (len(defined) + 1)
-    bias = normal.inv_cdf(min(max(below, least), most))
-    acceleration = _estimate_acceleration(left_out[~np.isnan(left_out)])
+    share_below = float(np.mean(defined < estimate) + 0.5 * np.mean(defined == estimate))
+    # All draws on one side would make the bias infinite. One in n + 1 is the smallest share that n draws can show.
+    smallest_share = 1.0 / (len(defined) + 1)
+    largest_share = len(defined) / (len(defined) + 1)
+    bias = normal.inv_cdf(min(max(share_below, smallest_share), largest_share))
+    acceleration = _estimate_acceleration(jackknife[~np.isnan(jackknife)])
     shifted = []
     for tail in tails:
-        quantile = bias + normal.inv_cdf(tail)
-        shifted.append(normal.cdf(bias + quantile / (1.0 - acceleration * quantile)))
+        biased_score = bias + normal.inv_cdf(tail)
+        shifted_score = bias + biased_score / (1.0 - acceleration * biased_score)
+        shifted.append(normal.cdf(shifted_score))
     return np.array(shifted)
 
 
-def _estimate_acceleration(left_out: Floats) -> float:
-    """Return a sixth of the skewness of the leave-one-out values, 0 where they do not differ."""
-    if not len(left_out):
+def _estimate_acceleration(jackknife: Floats) -> float:
+    """Return the skewness of the n leave-one-out values over 6 sqrt(n), 0 where none differs."""
+    if not len(jackknife):
         return 0.0
-    offset = left_out.mean() - left_out
+    offset = jackknife.mean() - jackknife
     squares = float(np.sum(offset**2))
     if squares == 0.0:
         return 0.0
@@ -271,45 +292,52 @@ def null_table(
     confidences = [check_confidence(run.confidence) for run in runs]
     numbering = number_questions([run.question for run in runs], confidences)
     functions = list(metrics.values())
-    draws = np.zeros((len(metrics), filled.resamples))
+    mean_draws = np.zeros((len(metrics), filled.resamples))
     for place, (c, question) in enumerate(zip(confidences, numbering.of_rows, strict=True)):
-        options_of_run = filled if place == 0 else filled._replace(tick=ignore_tick)
+        is_first_run = place == 0
+        # One tick per simulation, however many runs it covers.
+        options_of_run = filled if is_first_run else filled._replace(tick=ignore_tick)
         rows_are_questions = len(runs) == 1 and numbering.questions >= len(c)
         question_of_row = None if rows_are_questions else question
         with share_results():
-            simulated = _simulate_run(functions, c, question_of_row, numbering.questions, options_of_run)
-        draws += simulated / len(runs)
-    return {name: summarise_draws(row, filled.level) for name, row in zip(metrics, draws, strict=True)}
+            draws = _simulate_run(functions, c, question_of_row, numbering.questions, options_of_run)
+        mean_draws += draws / len(runs)
+    return {name: summarise_draws(row, filled.level) for name, row in zip(metrics, mean_draws, strict=True)}
 
 
 def _simulate_run(
     functions: Sequence[MetricFunction],
     confidence: Floats,
-    question: Ints | None,
+    question_of_row: Ints | None,
     questions: int,
     options: ResamplingOptions,
 ) -> Floats:
-    """Return each metric of simulated correctness. question None: each row has a number of its own. (metrics, R)."""
+    """Return each metric of simulated correctness, (metrics, R).
+
+    A row is right if the uniform number of its question is below its confidence. Question None: every row is a question
+    of its own.
+    """
     order = np.argsort(confidence, kind="stable")
     c = confidence[order]
     starts = run_starts(c)
     count = np.diff(starts, append=len(c)).astype(np.float64)
     value = c[starts]
-    # Many rows are drawn in the order in which they are counted.
-    in_rising_order = len(c) > BLOCK
+    has_many_rows = len(c) > BLOCK
     rng = default_rng(options.seed)  # the same numbers for every run
-    once = np.ones((1, len(c)))
+    count_each_once = np.ones((1, len(c)))
     batches = []
     for size in cut_into_batches(options.resamples, max(questions, len(c)), options.tick):
         uniform = rng.random((size, questions))
-        if question is not None:
-            uniform = uniform.take(question[order], axis=1)
-        elif not in_rising_order:
+        if question_of_row is not None:
+            uniform = uniform.take(question_of_row[order], axis=1)
+        elif not has_many_rows:
             uniform = uniform.take(order, axis=1)
+        # Without the take, the numbers belong to the rows by rising confidence: memory is read in its order.
         is_right = uniform < c
-        if size == 1 and len(starts) == len(c):
+        has_distinct_confidences = len(starts) == len(c)
+        if size == 1 and has_distinct_confidences:
             # One simulation of distinct confidences needs no counting: this halves the rows of large files.
-            outcomes = _Outcomes(c, is_right[0], once)
+            outcomes = _Outcomes(c, is_right[0], count_each_once)
         else:
             right = np.add.reduceat(is_right.astype(np.float64), starts, axis=1)
             outcomes = _count_outcomes(value, count, right)
@@ -330,7 +358,16 @@ def _count_outcomes(
     count: Floats,
     right: Floats,
 ) -> _Outcomes:
-    """Return a wrong and a right row for each confidence, weighted by how many are. (G,), (G,), (R, G) -> 2 G rows."""
+    """Return a wrong and a right row for each confidence, weighted by how many there are of each.
+
+    Args:
+        value: (G,) distinct confidences.
+        count: (G,) number of rows of each.
+        right: (R, G) number of right rows of each, per simulation.
+
+    Returns:
+        2 G rows.
+    """
     wrong = count - right
     weights = np.stack([wrong, right], axis=-1).reshape(len(right), -1)
     correct = np.tile([False, True], len(value))
@@ -350,7 +387,7 @@ class SeedSummary:
 
 
 def summarise_seeds(values: Sequence[float]) -> SeedSummary:
-    """Summarise one number per seed.
+    """Summarise one number per seed; an empty list raises a ValueError.
 
     >>> summarise_seeds([1.0, 3.0]).mean
     2.0
