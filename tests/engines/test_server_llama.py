@@ -74,7 +74,7 @@ def test_every_label_has_its_logprob_also_outside_the_best_20(
         assert set(one.label_logprobs) == set(LABELS)
         assert one.confidence == pytest.approx(math.exp(one.label_logprobs[one.label]))
         assert sum(map(math.exp, one.label_logprobs.values())) <= 1
-    monkeypatch.setattr(server, "MANY_TOP_LOGPROBS", 20)
+    monkeypatch.setattr(server, "SINGLE_TOKEN_TOP_LOGPROBS", 20)
     few = answers(url, tmp_path / "few")
     assert any(one.label_logprobs is None for one in few)
 

@@ -20,7 +20,7 @@ from tiny import tiny_model, tiny_tokenizer
 from catto.engines import TAU_GRID, Request
 from catto.engines.decoding import HeadHook, evaluation_mode, last_logits
 from catto.engines.transformers import TransformersEngine
-from catto.engines.vllm import ROWS_AT_ONCE, SCORED, VLLMEngine, read_generation, read_row, sampling_parameters
+from catto.engines.vllm import ROWS_AT_ONCE, SCORING, VLLMEngine, read_generation, read_row, sampling_parameters
 from catto.metrics.temperature import fit_tau, rescale_predictions
 from catto.predict import evaluate
 from catto.prompts import prompt_ids
@@ -76,8 +76,8 @@ def test_a_temperature_that_vllm_refuses_names_what_to_do() -> None:
 
 
 def test_scoring_asks_for_one_token_with_the_whole_vocabulary_and_never_masks() -> None:
-    assert (SCORED["max_tokens"], SCORED["logprobs"], SCORED["flat_logprobs"]) == (1, -1, True)
-    assert not {"guided_decoding", "structured_outputs", "logit_bias", "allowed_token_ids"} & set(SCORED)
+    assert (SCORING["max_tokens"], SCORING["logprobs"], SCORING["flat_logprobs"]) == (1, -1, True)
+    assert not {"guided_decoding", "structured_outputs", "logit_bias", "allowed_token_ids"} & set(SCORING)
 
 
 def test_a_response_is_read_without_its_end_token() -> None:

@@ -117,7 +117,8 @@ def find_stop_end(text: str, stops: Collection[str]) -> int | None:
         stops: The stop texts.
 
     Returns:
-        The index after the stop text, or None if there is none. A slice that ends there is the whole text.
+        The index after the stop text. None if there is none or the reasoning is unfinished: `text[:None]` is the whole
+        text.
 
     Example:
         >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))
@@ -125,22 +126,24 @@ def find_stop_end(text: str, stops: Collection[str]) -> int | None:
         >>> find_stop_end("<think>As <answer>A</answer>?</think><answer>B</answer>", ("</answer>",))
         55
     """
-    first = min((text.index(stop) for stop in stops if stop in text), default=None)
-    if first is None:
+    first_stop = min((text.index(stop) for stop in stops if stop in text), default=None)
+    if first_stop is None:
         return None
-    start = 0
+    search_start = 0
     if "</answer>" in stops:
-        opened = text.find("<think>")
-        closed = text.find("</think>")
-        is_reasoning_unfinished = closed < 0 <= opened < first
+        think_start = text.find("<think>")
+        think_end = text.find("</think>")
+        is_reasoning_unfinished = think_end < 0 <= think_start < first_stop
         if is_reasoning_unfinished:
             return None
-        is_in_reasoning = first < closed and not first < opened < closed
+        # The prompt may have opened the reasoning, so a `<think>` need not come before the quotation.
+        is_before_reasoning = first_stop < think_start < think_end
+        is_in_reasoning = first_stop < think_end and not is_before_reasoning
         if is_in_reasoning:
-            start = closed
+            search_start = think_end
     ends = []
     for stop in stops:
-        begin = text.find(stop, start)
-        if begin >= 0:
-            ends.append(begin + len(stop))
+        start = text.find(stop, search_start)
+        if start >= 0:
+            ends.append(start + len(stop))
     return min(ends, default=None)

@@ -84,17 +84,32 @@ def as_float64(logits: Tensor) -> Tensor:
 
 @dataclass
 class HeadHook:
-    """The output head inside `evaluation_mode`.
+    """The input of the output head inside `evaluation_mode`.
+
+    `replacement` and `positions` act on the head's next input only, in this order.
 
     Attributes:
         states: What went into the head last, (B, T, H).
-        replacement: What the head takes instead of its next input; None for no replacement.
-        positions: Position of each row, (B,), which is all that the head takes of its next input; None for the whole.
+        replacement: What the head takes instead of its next input, set by `state_logits`; None for no replacement.
+        positions: Position of each row, (B,), which is all that the head takes of its next input, set by
+            `last_logits`; None for the whole.
     """
 
     states: Tensor | None = None
     replacement: Tensor | None = None
     positions: Tensor | None = None
+
+    def choose_input(self, states: Tensor) -> Tensor:
+        """Apply and clear `replacement` and `positions`; keep and return what goes into the head."""
+        if self.replacement is not None:
+            states = self.replacement.to(states.device)
+            self.replacement = None
+        if self.positions is not None:
+            rows = torch.arange(len(states), device=states.device)
+            states = states[rows, self.positions.to(states.device)].unsqueeze(1)
+            self.positions = None
+        self.states = states
+        return states
 
 
 @contextmanager
@@ -102,29 +117,30 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
     """Switch off dropout and gradients and run the head in fp32; restore every module's mode afterwards.
 
     bf16 logits move a two-label confidence by up to 1.5 points. Only the head's matrix product is replaced: what the
-    model does to its logits afterwards (soft caps, scales) is its own code, in fp32. Autocast is off too, except inside
-    a model that Accelerate trains in mixed precision: its forward enters autocast itself, so its layers run as in
-    training and its head in fp32.
+    model does to its logits afterwards (soft caps, scales) is its own code, in fp32.
+
+    Autocast is switched off around the model and around its head. A model that Accelerate trains in mixed precision
+    switches it on again in its own forward: then the layers run as in training, and the head still in fp32.
+
+    Yields:
+        A hook that keeps what goes into the head, and can replace its next input.
+
+    Raises:
+        ValueError: The head is not in fp32, and its product cannot be computed from its weights alone.
     """
     module: Any = network.get_output_embeddings()
     multiply = _fp32_product(module)
     hook = HeadHook()
 
     def forward(states: Tensor) -> Tensor:
-        if hook.replacement is not None:
-            states = hook.replacement.to(states.device)
-            hook.replacement = None
-        if hook.positions is not None:
-            rows = torch.arange(len(states), device=states.device)
-            states = states[rows, hook.positions.to(states.device)].unsqueeze(1)
-            hook.positions = None
-        hook.states = states
-        with torch.autocast(states.device.type, enabled=False):  # a model in training enters it in its own forward
-            return multiply(states.float())
+        head_input = hook.choose_input(states)
+        with torch.autocast(states.device.type, enabled=False):
+            return multiply(head_input.float())
 
     modes = [(part, part.training) for part in network.modules()]
+    # Unlike `module.forward`, this tells the forward that a library has set on the instance from that of the class.
     attributes = vars(module)
-    own_forward = attributes.get("forward")  # set where a library has wrapped it on this instance
+    own_forward = attributes.get("forward")
     network.eval()
     attributes["forward"] = forward
     try:
@@ -139,10 +155,14 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
 
 
 def _fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the head's matrix product in fp32."""
+    """Return the head's matrix product in fp32: its own forward, or that of a linear layer with a copy in fp32.
+
+    Raises:
+        ValueError: The head is neither in fp32 nor a linear layer.
+    """
     if module.weight.dtype == torch.float32:
-        own: Callable[[Tensor], Tensor] = module.forward
-        return own
+        own_forward: Callable[[Tensor], Tensor] = module.forward
+        return own_forward
     wrapped = getattr(module, "original_module", module)  # PEFT's `modules_to_save` wraps it
     if type(wrapped) is not nn.Linear:
         raise ValueError(
@@ -172,6 +192,11 @@ def last_logits(network: Any, hook: HeadHook, sequences: Sequence[Sequence[int]]
 
     Sequences are padded on the right. A causal model never looks right, so the padding needs no mask. The hook picks
     the positions, since `logits_to_keep` of Transformers 5.19 keeps the same positions of every row.
+
+    Args:
+        network: A causal language model, in `evaluation_mode`.
+        hook: What `evaluation_mode` yields for it.
+        sequences: Token ids, at least one per sequence.
     """
     device = network.device
     width = max(len(sequence) for sequence in sequences)
@@ -191,6 +216,11 @@ def state_logits(network: Any, hook: HeadHook, states: Tensor) -> Tensor:
 
     The network runs on a single token per row and its head takes `states` instead of what comes out, so that what the
     architecture does to its logits is the model's own code.
+
+    Args:
+        network: A causal language model, in `evaluation_mode`.
+        hook: What `evaluation_mode` yields for it.
+        states: What went into the head at each position, as `HeadHook.states` kept it.
     """
     hook.replacement = states.unsqueeze(1)
     ids = torch.full((len(states), 1), PAD, device=network.device)
@@ -251,7 +281,12 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class CachedBatch:
-    """A batch of sequences in a model's cache, with each one's next-token logits (B, V) in fp32 and state (B, H)."""
+    """A batch of sequences in a model's cache.
+
+    Attributes:
+        logits: Next-token logits of each sequence, (B, V) in fp32.
+        states: What went into the head for them, (B, H).
+    """
 
     logits: Tensor
     states: Tensor
@@ -275,17 +310,21 @@ class CachedBatch:
                 layers[index] = RoomyLayer(layer)
 
     def _run_shared_beginning(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Run the tokens that all prompts begin with; return how many are in the cache afterwards."""
+        """Run the tokens that all prompts begin with; return how many are in the cache afterwards.
+
+        The cache then has a row for each prompt; it is empty if the number is 0.
+        """
         shared_length = count_shared_beginning(prompts)
         if not shared_length:
             return 0
         beginning = prompts[0][:shared_length]
         self.step(torch.tensor([beginning], device=self._network.device))
-        if all(type(layer) is DynamicLayer for layer in self._cache.layers):
-            self.select([0] * len(prompts))
-            return shared_length
-        self._past = {}
-        return 0
+        can_mask_padding = all(type(layer) is DynamicLayer for layer in self._cache.layers)
+        if not can_mask_padding:
+            self._past = {}
+            return 0
+        self.select([0] * len(prompts))
+        return shared_length
 
     def _run_rests(self, prompts: Sequence[Sequence[int]], shared_length: int) -> None:
         """Run what follows the shared beginning of each prompt. Equal lengths need no mask, which is faster."""
@@ -313,23 +352,28 @@ class CachedBatch:
             self._mask = self._mask[indices]
 
     def step(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """Append tokens to every row. Positions count real tokens, so padding does not move a prompt.
+        """Append tokens to every row, and set `logits` and `states` to those of the last one.
+
+        Positions count real tokens, so padding does not move a prompt.
 
         Args:
             ids: Token ids (B, T).
-            mask: 1 for a token and 0 for padding, (B, all so far); needed only where there is padding.
+            mask: 1 for a token and 0 for padding, (B, all so far). None if the new tokens have no padding.
+
+        Raises:
+            ValueError: The model returns no cache, or logits that are not finite.
         """
-        if mask is None and self._mask is not None:
+        if mask is None and self._mask is not None:  # earlier tokens have padding
             mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
         self._mask = mask
-        padding: dict[str, Tensor] = {}
+        mask_arguments: dict[str, Tensor] = {}
         if mask is not None:
             positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
             new_tokens = ids.shape[1]
-            padding["attention_mask"] = mask
-            padding["position_ids"] = positions[:, -new_tokens:]
-        output = self._network(input_ids=ids, use_cache=True, logits_to_keep=1, **self._past, **padding)
-        assert self._hook.states is not None
+            mask_arguments["attention_mask"] = mask
+            mask_arguments["position_ids"] = positions[:, -new_tokens:]
+        output = self._network(input_ids=ids, use_cache=True, logits_to_keep=1, **self._past, **mask_arguments)
+        assert self._hook.states is not None  # the head has just run
         self._past = {}
         for name in CACHE_NAMES:
             if output.get(name) is not None:
@@ -349,7 +393,8 @@ class ResponseInProgress:
     prompt: tuple[int, ...]
     limit: int  # maximum number of tokens
     ids: list[int] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)  # the head's input for each token, if the request asks for it
+    # What went into the head for each token and for the end of sequence, if the request asks for it.
+    states: list[Tensor] = field(default_factory=list)
     logprob: float = 0.0  # sum over `ids` at temperature 1
     end: int | None = None  # where the stop text ends
     finish_reason: str | None = None
@@ -371,12 +416,15 @@ class StopTexts:
         return find_stop_end(self._decode(ids), stops)
 
     def _may_complete(self, token: int, stop: str) -> bool:
-        """Return whether a token can complete a stop text. A printable ASCII character shows in its token's text."""
+        """Return whether a token can complete a stop text: its own text has the last character, or may hide it.
+
+        A printable ASCII character always shows. Spaces may be stripped, and others may be split over several tokens.
+        """
         key = (token, stop)
         if key not in self._can_complete:
-            last = stop[-1]
-            shows_in_token = last.isascii() and not last.isspace()
-            self._can_complete[key] = not shows_in_token or last in self._decode([token])
+            last_character = stop[-1]
+            always_shows = last_character.isascii() and not last_character.isspace()
+            self._can_complete[key] = not always_shows or last_character in self._decode([token])
         return self._can_complete[key]
 
 
@@ -392,7 +440,7 @@ def decode_responses(
 
     Args:
         network: A causal language model of Transformers.
-        responses: What to generate; filled in place.
+        responses: What to generate, at least one; filled in place.
         eos: End-of-sequence token ids.
         decode: Token ids -> text.
     """
@@ -418,7 +466,8 @@ def decode_responses(
             remaining = [row for row, response in enumerate(unfinished) if response.finish_reason is None]
             if not remaining:
                 return
-            if len(remaining) < len(unfinished):
+            has_finished_rows = len(remaining) < len(unfinished)
+            if has_finished_rows:
                 batch.select(remaining)
                 tokens = tokens[remaining]
                 unfinished = [unfinished[row] for row in remaining]

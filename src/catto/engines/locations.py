@@ -37,7 +37,7 @@ def model_name(model: str) -> str:
 
 
 def check_model(location: str | Path) -> None:
-    """Raise DataError if no model can be loaded from this folder or hub id. The hub is not asked."""
+    """Raise DataError if this is neither a folder with a model nor the form of a hub id. The hub is not asked."""
     path = Path(location)
     if not str(location).strip():
         raise DataError("model", None, "expected a folder with a model or a hub id, got an empty name")
@@ -53,6 +53,7 @@ def check_model(location: str | Path) -> None:
 
 
 def _check_model_folder(folder: Path) -> None:
+    """Raise DataError unless the folder has the configuration of a model or an adapter."""
     for name in CONFIG_FILES:
         config = folder / name
         if config.exists():
@@ -65,8 +66,8 @@ def _check_model_folder(folder: Path) -> None:
 def check_hub(location: str | Path) -> None:
     """Raise DataError if a hub id is not in the local cache, and the hub lacks it or cannot be reached.
 
-    One request is made, without retries: loading a model would repeat it for half a minute before it fails. Any other
-    failure is left to the library that loads the model.
+    One request is made, without retries: loading a model would repeat it for half a minute before it fails. An existing
+    path is not checked. Any other failure is left to the library that loads the model.
     """
     if Path(location).exists():
         return
@@ -114,11 +115,12 @@ def server_address(url: str) -> ServerAddress:
     except ValueError:
         is_complete = False
     if not is_complete or parts.query or parts.fragment:
-        shown = "another" if "@" in url or "?" in url else repr(url)
+        may_hold_secrets = "@" in url or "?" in url
+        shown = "another" if may_hold_secrets else repr(url)
         raise ValueError(f"expected an address such as http://localhost:8000/v1, got {shown}")
     login = None
     if "@" in parts.netloc:
         login = (unquote(parts.username or ""), unquote(parts.password or ""))
     host = parts.netloc.rpartition("@")[2]
-    plain = parts._replace(netloc=host, path=parts.path.rstrip("/"))
-    return ServerAddress(urlunsplit(plain), login)
+    without_login = parts._replace(netloc=host, path=parts.path.rstrip("/"))
+    return ServerAddress(urlunsplit(without_login), login)

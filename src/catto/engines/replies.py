@@ -42,8 +42,8 @@ class RefusalCap:
 
     Args:
         most: Maximum share of refused questions, checked from 20 questions on; 1 means no limit.
-        answered: Keys that an earlier run has stored; they count in the share.
-        refused: Keys that an earlier run was refused.
+        answered: Keys of the answers that an earlier run has stored; they count in the share.
+        refused: Keys of the refusals that an earlier run has stored; they count too.
     """
 
     def __init__(self, most: float, answered: Iterable[Key] = (), refused: Iterable[Key] = ()) -> None:
@@ -74,7 +74,12 @@ class RefusalCap:
 
     @staticmethod
     def check_some(answered: int, refusals: Iterable[Refusal]) -> None:
-        """Raise ServerError if every request was refused, however few there were."""
+        """Raise ServerError if there are refusals but no answers, however few there were.
+
+        Args:
+            answered: Number of answers.
+            refusals: The refusals; the first is the example in the message.
+        """
         if answered:
             return
         for refusal in refusals:
@@ -86,7 +91,7 @@ class RefusalCap:
 
 
 def count_reasons(refusals: Iterable[Refusal]) -> str:
-    """Count the refusals by reason, the commonest first.
+    """Describe how many refusals have each reason: the three commonest, and `...` for the others.
 
     >>> count_reasons([Refusal(refused="400 in try 1: flagged", question="q", sample=n) for n in range(2)])
     '2 x 400 in try 1: flagged'
@@ -128,31 +133,35 @@ def _replace_quotations(line: str, prompt: str) -> str:
     """Replace every stretch of at least 20 characters that is in the prompt; stop after 300 characters of result.
 
     A prompt of 1 MB is searched in about 10 ms: if the second half of the next 20 characters is not in the prompt, no
-    quotation begins in the first half.
+    quotation begins in the first half, which is skipped.
     """
     half = MIN_QUOTED_CHARS // 2
     kept = ""
     position = 0
     quotation_end = 0
     while position < len(line) and len(kept) < MAX_REASON_CHARS:
-        window = line[position : position + MIN_QUOTED_CHARS]
+        next_chars = line[position : position + MIN_QUOTED_CHARS]
+        is_long_enough = len(next_chars) == MIN_QUOTED_CHARS
         step = 1
-        if window[half:] not in prompt:
+        if next_chars[half:] not in prompt:
             step = half + 1
-        elif len(window) == MIN_QUOTED_CHARS and window in prompt:
+        elif is_long_enough and next_chars in prompt:
             length = _quotation_length(line[position:], prompt)
             if not kept.endswith("[prompt]"):
                 kept += "[prompt]"
             quotation_end = position + length
             step = length - MIN_QUOTED_CHARS + 1  # the next quotation may begin within this one
-        kept += line[max(position, quotation_end) : position + step]
+        kept += line[max(position, quotation_end) : position + step]  # nothing inside a quotation
         position += step
     return kept
 
 
 def _quotation_length(text: str, prompt: str) -> int:
-    """Return the length of the longest beginning of a text that is in the prompt."""
-    return bisect_left(range(len(text)), True, key=lambda last: text[: last + 1] not in prompt)
+    """Return the length of the longest beginning of a text that is in the prompt, by bisection.
+
+    If a beginning is not in the prompt, no longer one is.
+    """
+    return bisect_left(range(len(text)), True, key=lambda length: text[: length + 1] not in prompt)
 
 
 class ReplyMessage(BaseModel):
@@ -164,8 +173,8 @@ class ReplyMessage(BaseModel):
     reasoning: str | None = None
 
     @property
-    def reasoned(self) -> str | None:
-        """The reasoning, if the server returns it separately from the text."""
+    def separate_reasoning(self) -> str | None:
+        """The reasoning that the server returns separately from the text; None without one."""
         return self.reasoning_content or self.reasoning or None
 
     @property
@@ -209,7 +218,7 @@ class Token(BaseModel):
 
 
 class Choice(BaseModel):
-    """One completion."""
+    """One completion: its message, and the tokens of the message if log-probabilities were requested."""
 
     message: ReplyMessage
     finish_reason: str | None = None
@@ -271,18 +280,22 @@ class ReplyText(NamedTuple):
 
 
 def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
-    """Return a completion up to and with the first stop text."""
+    """Return a completion up to and with the first stop text; the whole one if it has none."""
     full_text = choice.message.text
     text = full_text[: find_stop_end(full_text, stop)]
     tokens = choice.tokens or ()
-    if full_text not in "".join(token.token for token in tokens):
+    is_text_whole = full_text in "".join(token.token for token in tokens)
+    if not is_text_whole:
         tokens = _decode_token_bytes(tokens)
+    logged_text = "".join(token.token for token in tokens)
     starts = [0, *accumulate(len(token.token) for token in tokens)]
-    text_start = _find_text_start("".join(token.token for token in tokens), full_text, starts)
+    text_start = _find_text_start(logged_text, full_text, starts)
+    # The one token of a short reply may have no text, and its candidates are wanted all the same.
+    keeps_all = not text
     kept = []
-    for token, start in zip(tokens, starts, strict=False):
+    for token, start in zip(tokens, starts, strict=False):  # the last start is the end of the last token
         is_in_text = text_start <= start < text_start + len(text)
-        if is_in_text or not text:
+        if keeps_all or is_in_text:
             kept.append(token)
     if not kept:
         return ReplyText(text, None, None)
@@ -292,7 +305,10 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
 
 
 def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
-    """Take the text of each token from its bytes: a character of several tokens is whole only there."""
+    """Return the tokens with the texts of their bytes, where those are logged.
+
+    A character that is split over several tokens is whole in the text of the last one, and the others have none of it.
+    """
     decoder = getincrementaldecoder("utf-8")("replace")
     decoded = []
     for token in tokens:
@@ -303,13 +319,13 @@ def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
     return tuple(decoded)
 
 
-def _find_text_start(written: str, text: str, starts: Sequence[int]) -> int:
-    """Return where the text begins among the logged tokens.
+def _find_text_start(logged_text: str, text: str, starts: Sequence[int]) -> int:
+    """Return the last token start where the text begins in the logged text; 0 if it begins at none.
 
     Some servers also log the tokens of a reasoning that they report separately, and the token that ends the turn.
     """
     for start in reversed(starts):
-        if written.startswith(text, start):
+        if logged_text.startswith(text, start):
             return start
     return 0
 
@@ -333,6 +349,7 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _parse_retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds in a number or a date, which may be in the past; ValueError without a valid one."""
     if "retry-after-ms" in headers:
         return float(headers["retry-after-ms"]) / 1000
     value = headers.get("retry-after", "")

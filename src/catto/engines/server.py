@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -55,14 +55,17 @@ STARTUP_RETRY_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 4.0
 # 32,000 tokens with 20 candidates each are some 60 MB of JSON.
 MAX_REPLY_BYTES = 256 * 2**20
-# Candidates per token: every server gives 20. For a single token llama.cpp gives as many as are requested (its
-# n_probs), and vLLM as many as its --max-logprobs allows.
+# Candidates for every token of a response: OpenAI's limit. Some servers give 5 only.
 MAX_TOP_LOGPROBS = 20
-MANY_TOP_LOGPROBS = 1000
 FEW_TOP_LOGPROBS = 5
+# Candidates for a single token: llama.cpp gives as many as are requested (its n_probs), and vLLM as many as its
+# --max-logprobs allows.
+SINGLE_TOKEN_TOP_LOGPROBS = 1000
 PROBE_RETRIES = 2
-# At this temperature, log-probabilities that the server scales by it are twice as far apart; others differ by noise.
-COLD_TEMPERATURE = 0.5
+# Temperature 0 leaves log-probabilities as they are. Those that are scaled lie twice as far apart at 0.5; the others
+# differ by noise. The limit is halfway between 1 and 2.
+SCALING_TEMPERATURE = 0.5
+SCALED_SPREAD_RATIO = 1.5
 SPREAD_NOISE = 0.2
 SCALED_LOGPROBS_MESSAGE = (
     "the server scales log-probabilities by the temperature, so requests are answered at temperature 0 and 1 only"
@@ -75,11 +78,20 @@ RETRYABLE_STATUSES = {408, 409, 425, 429}
 GATEWAY_CODES = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503, 408: 504, 504: 504}
 # The server or the account is at fault, not the single request.
 SHARED_FAULT_STATUSES = {401, 402, 407, 429, 502, 503, 504}
+# A 403 with such a message is about the content of one request; any other is about the key.
 _FILTERED = re.compile(r"moderat|flagged|content.?(filter|polic|manag)|safety", re.IGNORECASE)
 _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
+# Errors of httpx before a server was reached.
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
 
 T = TypeVar("T")
+
+
+class AcceptedCandidates(NamedTuple):
+    """A number of candidates for a single token that the server accepts, and the candidates that it returned."""
+
+    requested: int
+    logprobs: dict[str, float]  # token -> log-probability at temperature 0
 
 
 class FaultError(Exception):
@@ -128,6 +140,10 @@ class ServerEngine(Engine):
         top_logprobs: Number of candidates to request for every token, at most 20.
         extra_body: Fields that are sent with every request.
         hidden: Texts that no message shows, such as a key in `extra_body`.
+
+    Raises:
+        ValueError: A number is out of range, or `base_url` is no address.
+        ServerError: The key cannot be sent, or `base_url` names no host.
     """
 
     def __init__(
@@ -187,12 +203,14 @@ class ServerEngine(Engine):
         self._exhausted_in_a_row = 0  # requests that ran out of retries with no reply between them
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
-        """Yield a generation for every request not in `done`, as they arrive, at most `concurrency` at a time.
+        """Yield a generation for every request not in `done`, as they arrive; at most `concurrency` are in flight.
 
         A request that cannot be answered for reasons of its own yields a `Refusal`. A fault of the server or of the
         settings, or 20 requests in a row that run out of retries, stops the run: requests in flight are still yielded,
-        then a `ServerError` is raised. If `requests` is a deque, it is emptied as requests are sent, and the caller may
-        add more meanwhile.
+        then a `ServerError` is raised. The first response that ignores the temperature causes a warning.
+
+        If `requests` is a deque, it is emptied as requests are sent. The caller may add more meanwhile, and `done` is
+        not read.
         """
         if isinstance(requests, deque):
             todo = requests
@@ -208,7 +226,7 @@ class ServerEngine(Engine):
                 warnings.warn(f"{name} thinks before it answers: the temperature does not act", stacklevel=2)
 
     async def _receive_outcomes(self, todo: deque[Request]) -> AsyncGenerator[Generation | Refusal, None]:
-        """Yield outcomes as they arrive.
+        """Yield outcomes as they arrive; raise the first failure that stops the run once nothing is in flight.
 
         The next request is sent after an outcome was taken, so a caller that stops has not paid for more.
         """
@@ -219,7 +237,8 @@ class ServerEngine(Engine):
                 while failure is None and len(in_flight) < self.concurrency and todo:
                     request = todo.popleft()
                     task = asyncio.create_task(self.ask(client, request))
-                    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as seen
+                    # Marks the exception as read: asyncio would log it if the caller stops first.
+                    task.add_done_callback(lambda finished: finished.cancelled() or finished.exception())
                     in_flight[task] = request
                 if not in_flight:
                     break
@@ -236,14 +255,17 @@ class ServerEngine(Engine):
             raise failure
 
     def _read_outcome(self, task: asyncio.Task[Generation], request: Request) -> Generation | Refusal:
-        """Return the generation of a finished task, or a refusal; ServerError if the fault stops the run."""
+        """Return the generation of a finished task, or a refusal; ServerError if the fault stops the run.
+
+        Counts the requests in a row that ran out of retries.
+        """
         try:
             generation = task.result()
         except FaultError as fault:
             if fault.is_retryable:
                 self._exhausted_in_a_row += 1
             else:
-                self._exhausted_in_a_row = 0
+                self._exhausted_in_a_row = 0  # the server works: it refuses this request for good
             if fault.affects_all or self._exhausted_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise ServerError(f"{self.base_url} {request.name}: {fault.reason}") from None
             return Refusal(refused=fault.reason, question=request.question, sample=request.sample)
@@ -253,17 +275,22 @@ class ServerEngine(Engine):
     def probe(self, warn: Callable[[str], object] = warnings.warn) -> None:
         """Find out what the server can do by a few one-token requests, and `warn` of what it cannot do.
 
+        Sets `max_candidates`, `scales_logprobs` and `can_continue`, and may lower `top_logprobs`.
+
         Raises:
             ServerError: The server does not answer, or returns no log-probabilities.
         """
-        plain = self._ask_probe("", tops=0)
-        if isinstance(plain, Refusal):
-            raise ServerError(f"{self.base_url}: a first request was refused: {plain.refused}")
+        first_reply = self._ask_probe("", top_logprobs=0)
+        if isinstance(first_reply, Refusal):
+            raise ServerError(f"{self.base_url}: a first request was refused: {first_reply.refused}")
         self._probe_logprobs(warn)
-        self._probe_continuation(plain, warn)
+        self._probe_continuation(first_reply.prompt_tokens or 0, warn)
 
-    def _ask_probe(self, text: str, *, tops: int, temperature: float = 0.0) -> Generation | Refusal:
-        """Ask for one token with this many candidates, after `text` as the beginning of the response."""
+    def _ask_probe(self, text: str, *, top_logprobs: int, temperature: float = 0.0) -> Generation | Refusal:
+        """Ask for one token with this many candidates, after `text` as the beginning of the response.
+
+        A copy of the engine asks, so that its settings do not change. ServerError if the server does not answer.
+        """
         chat = [Message(role="user", content="Count.")]
         if text:
             chat.append(Message(role="assistant", content=text))
@@ -271,49 +298,77 @@ class ServerEngine(Engine):
             question="probe", messages=tuple(chat), max_tokens=1, temperature=temperature, begun=bool(text)
         )
         twin = copy.copy(self)
-        twin.top_logprobs = tops
-        twin.max_candidates = tops
+        twin.top_logprobs = top_logprobs
+        twin.max_candidates = top_logprobs
         twin.scales_logprobs = False
         twin.max_retries = min(self.max_retries, PROBE_RETRIES)
         return next(iter(twin.generate([request])))
 
     def _probe_logprobs(self, warn: Callable[[str], object]) -> None:
-        """Find out how many candidates the server returns, and whether it scales them by the temperature."""
-        usual = self.top_logprobs or MAX_TOP_LOGPROBS
-        for requested in (MANY_TOP_LOGPROBS, usual, FEW_TOP_LOGPROBS):
-            reply = self._ask_probe("", tops=requested)
-            if isinstance(reply, Generation):
-                break
-        warm = _list_candidates(reply)
-        if not warm:
-            reason = reply.refused if isinstance(reply, Refusal) else "none came"
-            raise ServerError(f"{self.base_url}: no log-probabilities: {reason}")
-        cold_reply = self._ask_probe("", tops=requested, temperature=COLD_TEMPERATURE)
-        cold = _list_candidates(cold_reply)
-        received = min(len(warm), requested)  # a drawn token outside the best is counted too
-        self.max_candidates = min(max(received, usual), requested)
-        self.top_logprobs = min(self.top_logprobs, requested)
+        """Find out how many candidates the server returns, and whether it scales them by the temperature.
+
+        Sets `max_candidates` and `scales_logprobs`, and lowers `top_logprobs` to what the server accepts.
+
+        Raises:
+            ServerError: The server refuses log-probabilities or returns none.
+        """
+        per_token = self.top_logprobs or MAX_TOP_LOGPROBS  # 0 requests candidates for labels only
+        accepted = self._find_accepted_candidates(per_token)
+        is_scaled = self._are_logprobs_scaled(accepted)
+        received = min(len(accepted.logprobs), accepted.requested)  # a drawn token outside the best is counted too
+        # For a label never fewer than for other tokens, and never more than the server accepts.
+        wanted = max(received, per_token)
+        self.max_candidates = min(wanted, accepted.requested)
+        self.top_logprobs = min(self.top_logprobs, accepted.requested)
+        self.scales_logprobs = is_scaled
         if received < 2:
             warn(f"{self.model}: top_logprobs gives {received} candidates: other labels may be unknown")
-        shared = warm.keys() & cold.keys()
-        warm_spread = _compute_spread([warm[token] for token in shared])
-        cold_spread = _compute_spread([cold[token] for token in shared])
-        self.scales_logprobs = cold_spread > 1.5 * warm_spread + SPREAD_NOISE
-        if self.scales_logprobs:
+        if is_scaled:
             warn(f"{self.model}: {SCALED_LOGPROBS_MESSAGE}")
 
-    def _probe_continuation(self, plain: Generation, warn: Callable[[str], object]) -> None:
-        """Find out whether the server continues a partial message, by the lengths of prompts.
+    def _find_accepted_candidates(self, per_token: int) -> AcceptedCandidates:
+        """Request 1000 candidates, then `per_token`, then 5, until the server accepts; ServerError without any."""
+        for requested in (SINGLE_TOKEN_TOP_LOGPROBS, per_token, FEW_TOP_LOGPROBS):
+            reply = self._ask_probe("", top_logprobs=requested)
+            if isinstance(reply, Generation):
+                break
+        logprobs = _list_candidates(reply)
+        if not logprobs:
+            reason = reply.refused if isinstance(reply, Refusal) else "none came"
+            raise ServerError(f"{self.base_url}: no log-probabilities: {reason}")
+        return AcceptedCandidates(requested, logprobs)
 
-        If it does, twice the text costs twice the tokens; a server that ignores the request adds the end of a turn. If
-        a line break costs nothing, the chat template trims messages: a label after `<answer>` and a line break would
-        then be asked for at another position.
+    def _are_logprobs_scaled(self, accepted: AcceptedCandidates) -> bool:
+        """Return whether the log-probabilities lie further apart at temperature 0.5 than at 0.
+
+        False if that cannot be seen: the server refuses the request, or both replies share fewer than two candidates.
         """
-        start = plain.prompt_tokens or 0
+        reply = self._ask_probe("", top_logprobs=accepted.requested, temperature=SCALING_TEMPERATURE)
+        logprobs = _list_candidates(reply)
+        shared = logprobs.keys() & accepted.logprobs.keys()
+        spread = _compute_spread([logprobs[token] for token in shared])
+        spread_at_zero = _compute_spread([accepted.logprobs[token] for token in shared])
+        return spread > SCALED_SPREAD_RATIO * spread_at_zero + SPREAD_NOISE
+
+    def _probe_continuation(self, prompt_tokens: int, warn: Callable[[str], object]) -> None:
+        """Find out whether the server continues a partial message, by the lengths of prompts; set `can_continue`.
+
+        If it does, twice the text costs twice the tokens. A server that ignores the request adds the end of a turn, so
+        the first text costs more than the second. If a line break costs nothing, the chat template trims messages: a
+        label after `<answer>` and a line break would then be asked for at another position.
+
+        Args:
+            prompt_tokens: Length of the prompt without a partial message; 0 if the server does not report it.
+            warn: Called with the reason if the server cannot continue.
+        """
         once = self._count_prompt_tokens("A A A A")
         twice = self._count_prompt_tokens("A A A A A A A A")
         with_line_break = self._count_prompt_tokens("A A A A\n")
-        is_continued = min(start, once) > 0 and 0 < twice - once >= once - start
+        are_lengths_known = prompt_tokens > 0 and once > 0
+        first_text_tokens = once - prompt_tokens
+        second_text_tokens = twice - once
+        adds_no_turn = second_text_tokens > 0 and first_text_tokens <= second_text_tokens
+        is_continued = are_lengths_known and adds_no_turn
         self.can_continue = is_continued and once < with_line_break
         if self.can_continue:
             return
@@ -323,14 +378,18 @@ class ServerEngine(Engine):
         warn(f"{self.model}: cannot continue a partial message ({reason}), so unanswered responses stay unanswered")
 
     def _count_prompt_tokens(self, text: str) -> int:
-        """Return the length of a prompt with this beginning of a response; 0 if it is unknown."""
-        reply = self._ask_probe(text, tops=0)
+        """Return the length of a prompt with this beginning of a response; 0 if it is refused or not reported."""
+        reply = self._ask_probe(text, top_logprobs=0)
         if isinstance(reply, Refusal):
             return 0
         return reply.prompt_tokens or 0
 
     def find_model(self) -> None:
-        """Take the one model that the server lists; ServerError if it lists none, or several."""
+        """Set `served_name` and `model` to the one model that the server lists.
+
+        Raises:
+            ServerError: The server cannot be reached, or lists no model or several.
+        """
         try:
             names = self._list_models()
         except (httpx.HTTPError, ImportError, OSError, ValueError) as error:
@@ -348,6 +407,7 @@ class ServerEngine(Engine):
         self.model = model_name(self.served_name)
 
     def _list_models(self) -> list[str]:
+        """Return the names that the server lists; ValueError if it replies with an error or no list."""
         url = f"{self.base_url}/models"
         reply = httpx.get(url, timeout=CONNECT_TIMEOUT_SECONDS, verify=_certificates(), **self._http)
         if not reply.is_success:
@@ -357,7 +417,7 @@ class ServerEngine(Engine):
         return [model.id for model in models.data]
 
     def make_client(self) -> httpx.AsyncClient:
-        """Make a client for `ask`, which the caller closes."""
+        """Make a client for `ask`, which the caller closes; ServerError if the proxy or certificates cannot be used."""
         timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT_SECONDS))
         # Idle connections expire before vLLM's own server closes them, after 5 s.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=4.0)
@@ -371,63 +431,78 @@ class ServerEngine(Engine):
         """Ask until there is a usable reply.
 
         Raises:
-            FaultError: No retry is left or the deadline is over. Its reason is one line without secrets or prompt.
+            FaultError: The fault is final, no retry is left or the deadline is over. A fault of the whole server is
+                reported even if the deadline ends the delay after it. The reason is one line without secrets or prompt.
         """
         started = time.monotonic()
-        tries = 0
+        try_number = 0
         fault: FaultError | None = None
         try:
             async with asyncio.timeout(self.deadline):
                 while True:
                     fault = None
-                    tries += 1
+                    try_number += 1
                     try:
-                        generation = await self._post(client, request, tries)
+                        generation = await self._post(client, request, try_number)
                         return generation.model_copy(update={"seconds": time.monotonic() - started})
                     except FaultError as error:
                         fault = error
+                    if not fault.is_retryable or try_number > self.max_retries:
+                        break
+                    # Before the first reply, a fault that affects all requests is a failed connection.
+                    has_no_server = fault.affects_all and not self._has_replied
                     is_startup_over = time.monotonic() - started > STARTUP_RETRY_SECONDS
-                    is_unreachable = fault.affects_all and not self._has_replied and is_startup_over
-                    if not fault.is_retryable or tries > self.max_retries or is_unreachable:
+                    if has_no_server and is_startup_over:
                         break
                     self.retries += 1
                     delay = fault.retry_after
                     if delay is None:
-                        delay = retry_delay(tries)
+                        delay = retry_delay(try_number)
                     await asyncio.sleep(delay)
         except TimeoutError:
+            # No fault: the deadline ended a try. A fault: it ended the delay after that fault. One that affects all
+            # requests is kept, since it stops the run and the deadline would not.
             if fault is None or not fault.affects_all:
-                fault = FaultError(
-                    f"no whole reply within {self.deadline:g} s, try {tries}", is_retryable=True, code=504
-                )
+                reason = f"no whole reply within {self.deadline:g} s, try {try_number}"
+                fault = FaultError(reason, is_retryable=True, code=504)
         prompt = [message.content for message in request.messages]
         fault.reason = clean_message(fault.reason, self._secrets, prompt)
         raise fault from None
 
-    async def _post(self, client: httpx.AsyncClient, request: Request, tries: int) -> Generation:
-        """Post once; whatever goes wrong is a `FaultError`. A reply emptied by a filter is not requested again."""
+    async def _post(self, client: httpx.AsyncClient, request: Request, try_number: int) -> Generation:
+        """Post once and read the reply.
+
+        Args:
+            client: From `make_client`.
+            request: What is asked.
+            try_number: 1 for the first try; reasons name it.
+
+        Raises:
+            FaultError: Anything goes wrong. `ask` removes secrets and prompt from its reason.
+        """
         body = self._make_body(request)
         content = bytearray()
         try:
-            async with client.stream("POST", self._chat_url, content=json.dumps(body)) as answer:
+            async with client.stream("POST", self._chat_url, content=json.dumps(body)) as response:
                 self._has_replied = True
-                async for block in answer.aiter_bytes():
-                    content += block
+                async for chunk in response.aiter_bytes():
+                    content += chunk
                     if len(content) > MAX_REPLY_BYTES:
                         raise FaultError(f"the reply is longer than {MAX_REPLY_BYTES // 2**20} MB", is_retryable=False)
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise self._connection_fault(error, tries) from None
-        if not answer.is_success:
+            raise self._connection_fault(error, try_number) from None
+        if not response.is_success:
             message = error_message(content)
             if not message:
-                # Secrets are removed before the text is shortened, since half of a key would not be recognised.
+                # Cleaned before it is shortened: `ask` would not recognise half of a key.
                 page = clean_message(content.decode(errors="replace"), self._secrets)
                 message = shorten_text(page) or "no message"
-            raise self._status_fault(answer.status_code, answer.headers, message, tries)
+            raise self._status_fault(response.status_code, response.headers, message, try_number)
         # In a thread: a long reply takes a tenth of a second to read, which would block a gateway's event loop.
-        return await asyncio.to_thread(self._read_content, bytes(content), request, tries)
+        return await asyncio.to_thread(self._read_content, bytes(content), request, try_number)
 
     def _make_body(self, request: Request) -> dict[str, Any]:
+        """Return the body of a request; FaultError if its temperature would scale log-probabilities."""
         body: dict[str, Any] = {
             "temperature": request.temperature,
             "seed": request.seed,
@@ -435,18 +510,23 @@ class ServerEngine(Engine):
             "model": self.served_name,
             "messages": [message.model_dump() for message in request.messages],
         }
-        tops = self.max_candidates if request.begun else self.top_logprobs
-        if tops:
+        # A begun response is continued by the single token of its label.
+        top_logprobs = self.max_candidates if request.begun else self.top_logprobs
+        if top_logprobs:
             if self.scales_logprobs and request.temperature not in (0, 1):
                 raise FaultError(SCALED_LOGPROBS_MESSAGE, is_retryable=False, affects_all=True, code=400)
-            body |= {"logprobs": True, "top_logprobs": tops}
+            body |= {"logprobs": True, "top_logprobs": top_logprobs}
         body |= self.extra_body
         if request.begun:
             body |= CONTINUATION_FIELDS
         return body
 
-    def _read_content(self, content: bytes, request: Request, tries: int) -> Generation:
-        """Read a reply with status 200; FaultError where it is no usable completion."""
+    def _read_content(self, content: bytes, request: Request, try_number: int) -> Generation:
+        """Read a successful reply.
+
+        Raises:
+            FaultError: It is no usable completion, which is retried, or a filter emptied it, which is not.
+        """
         try:
             reply = Reply.model_validate_json(content)
         except ValidationError as error:
@@ -454,26 +534,26 @@ class ServerEngine(Engine):
             if not problem:
                 is_html = content.lstrip()[:1] == b"<"
                 problem = "HTML" if is_html else describe_first_problem(error)
-            raise FaultError(f"unusable reply in try {tries}: {problem}", is_retryable=True) from None
+            raise FaultError(f"unusable reply in try {try_number}: {problem}", is_retryable=True) from None
         choice = reply.choices[0]
         message = choice.message
         if choice.finish_reason == "content_filter" and not message.text:
             raise FaultError("the reply was withheld: finish_reason content_filter", is_retryable=False)
         # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
-        if message.content is None and message.refusal is None and message.reasoned is None:
-            raise FaultError(f"unusable reply in try {tries}: neither content nor reasoning", is_retryable=True)
+        if message.content is None and message.refusal is None and message.separate_reasoning is None:
+            raise FaultError(f"unusable reply in try {try_number}: neither content nor reasoning", is_retryable=True)
         cut_reply = cut_after_stop(choice, request.stop)
         model = model_name(reply.model or self.served_name)
         # DeepSeek's own service takes a temperature in thinking mode and ignores it. It is known by its host, or behind
         # a proxy by the one model name that only thinks; the same weights on vLLM or SGLang heed the temperature.
         host = f".{urlsplit(self.base_url).hostname}"
         is_deepseek = host.endswith(".deepseek.com") or model == "deepseek-reasoner"
-        ignores_temperature = bool(message.reasoned) and is_deepseek
+        ignores_temperature = bool(message.separate_reasoning) and is_deepseek
         return Generation(
             question=request.question,
             sample=request.sample,
             text=cut_reply.text,
-            reasoning=message.reasoned,
+            reasoning=message.separate_reasoning,
             tops=cut_reply.tops,
             mean_logprob=cut_reply.mean_logprob,
             prompt_tokens=reply.prompt_tokens,
@@ -483,48 +563,51 @@ class ServerEngine(Engine):
             temperature_acts=not ignores_temperature,
         )
 
-    def _status_fault(self, status: int, headers: Mapping[str, str], message: str, tries: int) -> FaultError:
-        """Return what an HTTP error means for the request and for the others."""
+    def _status_fault(self, status: int, headers: Mapping[str, str], message: str, try_number: int) -> FaultError:
+        """Return what an HTTP error means for the request and for the others.
+
+        A wait that is too long, a key without rights and an unknown model affect all requests.
+        """
         if status == 401:
             problem = "was refused" if self._key else "is not set"
             reason = f"401: the key in environment variable {self.api_key_env} {problem}"
             return FaultError(reason, is_retryable=False, affects_all=True)
         retry_after = read_retry_after(headers)
         is_wait_too_long = retry_after is not None and retry_after > LONGEST_RETRY_AFTER_SECONDS
-        is_forbidden = status == 403 and not _FILTERED.search(message)
+        has_no_rights = status == 403 and not _FILTERED.search(message)
         is_unknown_model = status == 404 and _MODEL.search(message) is not None
         is_shared_status = status in SHARED_FAULT_STATUSES
         is_retryable_status = status in RETRYABLE_STATUSES or status >= 500
-        place = f"{status} in try {tries}"
+        what = f"{status} in try {try_number}"
         header = headers.get("retry-after")
         if header:
-            place = f"{place}, Retry-After {header}"
+            what = f"{what}, Retry-After {header}"
         return FaultError(
-            f"{place}: {message}",
+            f"{what}: {message}",
             is_retryable=is_retryable_status and not is_wait_too_long,
-            affects_all=is_shared_status or is_wait_too_long or is_forbidden or is_unknown_model,
+            affects_all=is_shared_status or is_wait_too_long or has_no_rights or is_unknown_model,
             retry_after=retry_after,
             code=GATEWAY_CODES.get(status, 502),
         )
 
-    def _connection_fault(self, cause: BaseException, tries: int) -> FaultError:
+    def _connection_fault(self, cause: BaseException, try_number: int) -> FaultError:
         """Return what a failed connection means; before the first reply it means that there is no server."""
         kind = type(cause).__name__
         detail = str(cause) or kind
         if kind == "TooManyRedirects":
-            return FaultError(f"redirected without end in try {tries}", is_retryable=False, affects_all=True)
-        may_be_slow = self._has_replied or isinstance(cause, httpx.ReadTimeout)
-        if kind in _UNREACHED or not may_be_slow:
-            reason = f"no connection in try {tries}: {detail}"
+            return FaultError(f"redirected without end in try {try_number}", is_retryable=False, affects_all=True)
+        has_server = self._has_replied or isinstance(cause, httpx.ReadTimeout)
+        if kind in _UNREACHED or not has_server:
+            reason = f"no connection in try {try_number}: {detail}"
             return FaultError(reason, is_retryable=True, affects_all=True, code=503)
         if isinstance(cause, httpx.TimeoutException):
-            reason = f"nothing came for {self.timeout:g} s in try {tries}"
+            reason = f"nothing came for {self.timeout:g} s in try {try_number}"
             return FaultError(reason, is_retryable=True, code=504)
-        return FaultError(f"the connection broke in try {tries}: {detail}", is_retryable=True)
+        return FaultError(f"the connection broke in try {try_number}: {detail}", is_retryable=True)
 
 
 def _read_key(variable: str) -> str:
-    """Return the key in an environment variable, or an empty text."""
+    """Return the key in an environment variable, or an empty text; ServerError if HTTP cannot carry it."""
     key = os.environ.get(variable, "").strip()
     if key and not (key.isascii() and key.isprintable()):
         raise ServerError(f"environment variable {variable}: not a key that an HTTP header can carry")
@@ -532,7 +615,7 @@ def _read_key(variable: str) -> str:
 
 
 def _list_candidates(reply: Generation | Refusal) -> dict[str, float]:
-    """Return the candidates of all tokens of a reply: token -> log-probability."""
+    """Return the candidates of all tokens of a reply: token -> log-probability. A refusal has none."""
     candidates: dict[str, float] = {}
     if isinstance(reply, Generation):
         for _, tops in reply.tops or ():
@@ -541,6 +624,7 @@ def _list_candidates(reply: Generation | Refusal) -> dict[str, float]:
 
 
 def _compute_spread(values: list[float]) -> float:
+    """Return the largest value less the smallest; 0 without values."""
     if not values:
         return 0.0
     return max(values) - min(values)
@@ -554,7 +638,7 @@ def iterate_in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
     """Iterate an async generator on an event loop in a thread of its own.
 
     Thanks to the thread, it works if a loop is already running (a notebook) and while the caller writes. Dropping the
-    iterator cancels what the generator has begun. An iterator that is still open when the interpreter exits is left
+    iterator cancels the generator's tasks. An iterator that is still open when the interpreter exits is left
     alone: the thread no longer runs, and waiting for it would never end.
     """
     loop = asyncio.new_event_loop()
@@ -562,13 +646,13 @@ def iterate_in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
     thread.start()
 
     async def step() -> T | None:
-        return await anext(stream, None)
+        return await anext(stream, None)  # None: the stream has ended
 
     async def close() -> None:
-        begun = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in begun:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*begun, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await stream.aclose()
 
     try:

@@ -45,6 +45,9 @@ class TransformersEngine(Engine):
         tokenizer: Its tokenizer.
         batch_size: Number of responses, or of scored contexts, that run at once.
         model_name: Name of the model in records; None for the name in its configuration.
+
+    Raises:
+        ValueError: The batch size is below 1, or the adapter puts virtual tokens in front of the prompt.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16, model_name: str | None = None) -> None:
@@ -78,20 +81,24 @@ class TransformersEngine(Engine):
             path: A checkpoint folder, the folder of a LoRA adapter, or a hub id.
             dtype: Type of the weights; None means bf16 on an accelerator and fp32 on the CPU.
             batch_size: Number of responses that run at once.
+
+        Raises:
+            DataError: The model cannot be loaded, or the adapter names no base model.
         """
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         if dtype is None:
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         base_path = path
         adapter_config = Path(path) / "adapter_config.json"
-        if adapter_config.exists():
+        is_adapter = adapter_config.exists()
+        if is_adapter:
             from peft import PeftConfig, PeftModel
 
             base_path = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
             if not base_path:
                 raise DataError(adapter_config, None, "base_model_name_or_path: expected the base model")
         model = _load_pretrained(transformers.AutoModelForCausalLM, base_path, dtype=dtype)
-        if adapter_config.exists():
+        if is_adapter:
             model = PeftModel.from_pretrained(model, str(path))
         has_own_tokenizer = (Path(path) / "tokenizer_config.json").exists()
         tokenizer_path = path if has_own_tokenizer else base_path
@@ -102,7 +109,11 @@ class TransformersEngine(Engine):
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.
 
         The batches depend on the full list of requests, and one that is partly done is computed whole. A killed run
-        therefore resumes with the same batch shapes, and so with the same tokens to the bit.
+        therefore resumes with the same batch shapes, and so with the same tokens to the bit. What an earlier call kept
+        for `score` is dropped.
+
+        Raises:
+            ValueError: A request comes twice or has an empty stop text, or its prompt leaves no room for a token.
         """
         self._kept = {}
         responses_by_prompt: dict[tuple[int, ...], list[ResponseInProgress]] = {}
@@ -121,14 +132,15 @@ class TransformersEngine(Engine):
                 continue
             decode_responses(self.network, batch, self._eos, decode)
             for response in missing:
-                if response.request.keep_states:  # a large model's states of several batches are better off its device
+                if response.request.keep_states:
+                    # Off the device: those of a large model would fill its memory after several batches.
                     states = torch.stack(response.states).cpu()
                     self._kept[response.request.key] = tuple(response.ids), states
                     response.states = []
                 yield self._finish_response(response, decode(response.ids)[: response.end])
 
     def _begin_response(self, request: Request) -> ResponseInProgress:
-        """Render a request's prompt and limit its response to the model's positions."""
+        """Render a request's prompt and limit its response to the model's positions; ValueError if none is left."""
         if "" in request.stop:
             raise ValueError(f"question {request.question}: a stop text is empty")
         prompt = self._encode_prompt(request.messages)
@@ -158,7 +170,10 @@ class TransformersEngine(Engine):
         """Score the candidates of every context, in order.
 
         A context inside a response whose states were kept needs only the head. The others run whole, and those of
-        similar length share a forward.
+        similar length share a forward. The kept states are dropped, so each response is scored by one call.
+
+        Raises:
+            ValueError: A context is longer than the model allows, or a candidate is no token id of the model.
         """
         states: dict[int, Tensor] = {}
         sequences: dict[int, tuple[int, ...]] = {}
@@ -198,9 +213,10 @@ class TransformersEngine(Engine):
             return None
         ids, states = self._kept[context.response]
         length = len(context.prefix)
-        if length < len(states) and ids[:length] == context.prefix:
-            return states[length]
-        return None
+        is_inside_response = length < len(states) and ids[:length] == context.prefix
+        if not is_inside_response:
+            return None
+        return states[length]
 
     def _check_length(self, tokens: int, what: str) -> None:
         if self.positions is not None and tokens > self.positions:
@@ -247,6 +263,9 @@ def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> l
 
     Returns:
         For each row the candidates' log-probabilities and `logsumexp(logits / tau) - max / tau` for every tau.
+
+    Raises:
+        ValueError: A candidate is not below V.
     """
     vocabulary = logits.shape[-1]
     for ids in candidates:
@@ -284,7 +303,7 @@ def _load_pretrained(auto_class: Any, path: str | Path, **options: Any) -> Any:
     check_hub(path)
     try:
         return auto_class.from_pretrained(str(path), trust_remote_code=False, **options)
-    except ImportError:
+    except ImportError:  # says which package to install
         raise
     except Exception as error:  # a damaged file or an unknown architecture may raise anything
         reason = type(error).__name__

@@ -27,8 +27,9 @@ MOST_TEMPERATURE = 2.0
 # Labels in memory at a time: a vocabulary of 152k comes as Python numbers, some 17 MB per label.
 ROWS_AT_ONCE = 32
 # `head_dtype`: logits of a bf16 head move a two-label confidence by up to 1.5 points.
-ENGINE = {"logprobs_mode": "raw_logprobs", "max_logprobs": -1, "hf_overrides": {"head_dtype": "float32"}}
-SCORED = {"temperature": 0.0, "max_tokens": 1, "logprobs": -1, "flat_logprobs": True, "detokenize": False}
+ENGINE_OPTIONS = {"logprobs_mode": "raw_logprobs", "max_logprobs": -1, "hf_overrides": {"head_dtype": "float32"}}
+# Sampling parameters of a request that scores a label.
+SCORING = {"temperature": 0.0, "max_tokens": 1, "logprobs": -1, "flat_logprobs": True, "detokenize": False}
 
 
 class VLLMEngine(Engine):
@@ -44,7 +45,7 @@ class VLLMEngine(Engine):
         import vllm
 
         self._params = vllm.SamplingParams
-        self._llm = vllm.LLM(model=model, **{**ENGINE, **options})
+        self._llm = vllm.LLM(model=model, **{**ENGINE_OPTIONS, **options})
         config = self._llm.llm_engine.model_config
         self.model = model
         self.tokenizer = self._llm.get_tokenizer()
@@ -75,7 +76,7 @@ class VLLMEngine(Engine):
             for context in batch:
                 token_ids = [*prompt_ids(self.tokenizer, context.messages), *context.prefix]
                 prompts.append({"prompt_token_ids": token_ids})
-            outputs = self._llm.generate(prompts, self._params(**SCORED), use_tqdm=False)
+            outputs = self._llm.generate(prompts, self._params(**SCORING), use_tqdm=False)
             rows = torch.stack([read_row(output, self._vocabulary) for output in outputs])
             candidates = [context.candidates for context in batch]
             scores += score_candidates(rows, candidates)
@@ -83,7 +84,11 @@ class VLLMEngine(Engine):
 
 
 def sampling_parameters(request: Request) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a request; `logprobs` 0 returns that of the drawn token."""
+    """Return vLLM's sampling parameters of a request; `logprobs` 0 returns that of the drawn token.
+
+    Raises:
+        ValueError: vLLM refuses so high a temperature.
+    """
     if request.temperature > MOST_TEMPERATURE:
         limit = f"vLLM samples at temperatures up to {MOST_TEMPERATURE:g}, got {request.temperature:g}"
         raise ValueError(f"{limit}: evaluation.decode greedy samples nothing, the engine transformers samples at any")
@@ -99,7 +104,14 @@ def sampling_parameters(request: Request) -> dict[str, Any]:
 
 
 def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -> Generation:
-    """Read a vLLM `RequestOutput`: without its end token, the text decoded here and cut after the stop text."""
+    """Read a vLLM `RequestOutput`. Its end token is dropped, and its text is decoded here and cut after the stop text.
+
+    Args:
+        request: What was asked.
+        output: The `RequestOutput`.
+        tokenizer: The model's tokenizer.
+        model: Name of the model in the record.
+    """
     response = output.outputs[0]
     ids = list(response.token_ids)
     # `stop_reason` is the stop text, or the token if it is another of the model's end tokens.
@@ -126,6 +138,9 @@ def read_row(output: Any, vocabulary: int) -> Tensor:
     """Read the log-probabilities of the whole vocabulary at the one position that was drawn, (V,) float64.
 
     vLLM's `FlatLogprobs` has the drawn token first, and again among all of them.
+
+    Raises:
+        ValueError: Tokens are missing.
     """
     flat = output.outputs[0].logprobs
     row = np.full(vocabulary, np.nan)
