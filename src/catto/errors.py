@@ -53,7 +53,7 @@ def data_errors_at(
         source: The file, or another name of the input.
         row: The row in the file.
         value: The value that pydantic validates inside the block.
-        field: Text to put before the message.
+        field: Text to put before the message, such as `notes: `.
 
     >>> with data_errors_at("answers.csv", 17):
     ...     raise ValueError("confidence: expected a number")
@@ -146,7 +146,7 @@ def parse_json(text: str) -> Any:
     ValueError: key 'a' occurs twice in one object
     """
     # pydantic's parser is several times as fast as Python's, but keeps the last of two equal keys. If the parsed
-    # object has as many keys as the text has `":`, no duplicate was dropped.
+    # object has as many keys as the text has `":`, no duplicate was dropped. This needs colons right behind the quotes.
     try:
         value = from_json(text)
     except ValueError:
@@ -244,29 +244,32 @@ def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
 
     Args:
         error: The error.
-        value: The value that was validated.
+        value: The value that was validated. If it is UNKNOWN, pydantic's path is kept as it is, and the message shows
+            the input that pydantic reports.
 
     Returns:
         The path of the field, empty for the whole value, and a message.
     """
     problems = [_locate_problem(details, value) for details in error.errors(include_url=False)]
-    # A misspelled key is unknown, and the intended key is missing: the unknown key says more.
+    # A misspelled key is unknown, and the intended key is missing: the unknown key says more, wherever it is.
     unknown_keys = [problem for problem in problems if problem.kind == "extra_forbidden"]
     if unknown_keys and problems[0].kind == "missing":
         problems = unknown_keys
     first = problems[0]
     same_field = [problem for problem in problems if problem.field_path == first.field_path]
-    message = _join_expectations([_describe_expectation(problem.details) for problem in same_field])
-    is_about_key = first.details["loc"][-1:] == ("[key]",)
-    if is_about_key and first.kind != "value_error":
-        message = f"{message} as the key"
-    elif first.kind not in _SELF_EXPLAINING:
-        message = f"{message}, got {_SHORT.repr(first.actual)}"
+    expectation = _join_expectations([_describe_expectation(problem.details) for problem in same_field])
+    message = _complete_message(expectation, first)
     return [shorten_text(part, 60) for part in first.field_path], message
 
 
 class _LocatedProblem(NamedTuple):
-    """A problem of pydantic, the path of its field in the validated value, and the value there."""
+    """A problem of pydantic, found in the validated value.
+
+    Attributes:
+        details: What pydantic says about the problem.
+        field_path: The path of its field.
+        actual: The value of the field; for a missing field, the value of the object around it.
+    """
 
     details: Any
     field_path: tuple[str, ...]
@@ -275,6 +278,11 @@ class _LocatedProblem(NamedTuple):
     @property
     def kind(self) -> str:
         return str(self.details["type"])
+
+    @property
+    def is_about_key(self) -> bool:
+        """Whether a key of a dict is wrong: pydantic puts `[key]` behind the key."""
+        return bool(self.details["loc"][-1:] == ("[key]",))
 
 
 def _join_expectations(messages: Iterable[str]) -> str:
@@ -286,8 +294,20 @@ def _join_expectations(messages: Iterable[str]) -> str:
     return f"expected {' or '.join(expectations)}"
 
 
+def _complete_message(message: str, problem: _LocatedProblem) -> str:
+    """Add the actual value to a message, or that it is about a key; a message that says enough stays as it is."""
+    is_from_own_validator = problem.kind == "value_error"
+    if is_from_own_validator:
+        return message
+    if problem.is_about_key:
+        return f"{message} as the key"
+    if problem.kind in _SELF_EXPLAINING:
+        return message
+    return f"{message}, got {_SHORT.repr(problem.actual)}"
+
+
 # The actual value would add nothing to these messages, or would be the whole input.
-_SELF_EXPLAINING = ("missing", "union_tag_not_found", "value_error", "extra_forbidden", "json_invalid")
+_SELF_EXPLAINING = ("missing", "union_tag_not_found", "extra_forbidden", "json_invalid")
 # pydantic's type of error -> message.
 _EXPECTED = {
     "missing": "missing",
@@ -338,28 +358,34 @@ def _count_entries(count: int) -> str:
 
 
 def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
-    """Find the parts of the problem's path that exist in the value, with the name of a missing field."""
+    """Find the parts of the problem's path that exist in the value, with the name of a missing field.
+
+    If the value is UNKNOWN, all parts are kept, and the actual value is the input that pydantic reports.
+    """
     location: tuple[str | int, ...] = problem["loc"]
     if value is UNKNOWN:
         return _LocatedProblem(problem, tuple(map(str, location)), problem["input"])
-    if problem["type"].startswith("union_tag"):
+    is_about_union_tag = problem["type"].startswith("union_tag")
+    if is_about_union_tag:  # pydantic's path ends at the object that holds the tag
         location = (*location, problem["ctx"]["discriminator"].strip("'"))
+    actual = value
     parts: list[str] = []
     for part in location:
         try:
-            value = value[part]
+            actual = actual[part]
         except (KeyError, IndexError, TypeError):  # the member of a union, or the name of a missing field
             is_missing_field = part == location[-1] and _EXPECTED.get(problem["type"]) == "missing"
             if not is_missing_field:
                 continue
         parts.append(str(part))
-    return _LocatedProblem(problem, tuple(parts), value)
+    return _LocatedProblem(problem, tuple(parts), actual)
 
 
 def find_field(fields: Mapping[str, Any], name: str) -> Any:
     """Return a field of a row; raise ValueError if it is missing.
 
-    `a.b` is b inside a, and `a.0` is the first entry of a list a. If a is a list, `a.b` lists b of every entry.
+    `a.b` is b inside a, and `a.0` is the first entry of a list a. If a is a list, `a.b` lists b of every entry. A field
+    whose own name is `a.b` comes first.
 
     >>> find_field({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
     ['red', 'blue']

@@ -44,9 +44,10 @@ _REFERENCE = re.compile(r"\$\{\w+(?::-(?P<default>[^}]*))?\}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{16}")
 _LOGIN = re.compile(r"//[^/\s]*@|^(?:Basic|Bearer|Token)\s+\S", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-# Letters and digits mixed without a break for so long, or letters or digits alone for so long, are a key and not a
-# name: `Llama-3-70B-Instruct` and `claude-3-opus-20240229` are names.
-MIXED_CHARACTERS, EQUAL_CHARACTERS = 10, 28
+# So many letters and digits mixed without a break are a key and not a name: `Llama-3-70B-Instruct` is a name.
+MIN_MIXED_CHARACTERS = 10
+# The same for letters alone or digits alone: the date in `claude-3-opus-20240229` is no key.
+MIN_UNMIXED_CHARACTERS = 28
 
 
 def redact(value: Any, *, is_secret: bool = False) -> Any:
@@ -91,20 +92,25 @@ def looks_like_secret(text: str) -> bool:
         return True
     for part in re.findall(r"[A-Za-z0-9+]+", text):
         is_mixed = not part.isalpha() and not part.isdecimal()
-        if len(part) >= (MIXED_CHARACTERS if is_mixed else EQUAL_CHARACTERS):
+        least = MIN_MIXED_CHARACTERS if is_mixed else MIN_UNMIXED_CHARACTERS
+        if len(part) >= least:
             return True
     return False
 
 
 def _may_be_secret(value: object, is_secret: bool) -> bool:
+    """Whether a value must not be stored. is_secret: whether the name of its setting says so."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return False
     if not isinstance(value, str):
         return is_secret
-    if not value or _DIGEST.fullmatch(value):
+    is_redacted_already = _DIGEST.fullmatch(value) is not None
+    if not value or is_redacted_already:
         return False
-    if _REFERENCE.search(value):  # what is written around the references
-        return looks_like_secret(_REFERENCE.sub(lambda match: match["default"] or "", value))
+    if _REFERENCE.search(value):
+        # The name of a variable is no secret, but its default and the text around it may be.
+        literal_text = _REFERENCE.sub(lambda match: match["default"] or "", value)
+        return looks_like_secret(literal_text)
     return is_secret or looks_like_secret(value)
 
 
@@ -125,7 +131,11 @@ def find_redacted(value: Any, place: str) -> Iterator[str]:
 
 
 def secret_texts(written: Any, sent: Any) -> Iterator[str]:
-    """Yield the texts that no message may show: of a value as it was written, and as it is sent, variables filled in.
+    """Yield the texts that no message may show: what redaction replaces, and the values of environment variables.
+
+    Args:
+        written: A setting as the user wrote it, with references such as `${NAME}`.
+        sent: The same setting with the variables filled in.
 
     >>> list(secret_texts({"user": "${NAME}", "top_k": 5}, {"user": "me", "top_k": 5}))
     ['me']
@@ -139,7 +149,7 @@ def _texts_that_differ(stored: Any, sent: Any) -> Iterator[str]:
         for name, item in sent.items():
             yield from _texts_that_differ(stored[name], item)
     elif isinstance(sent, list | tuple):
-        for before, item in zip(stored, sent, strict=True):
-            yield from _texts_that_differ(before, item)
+        for stored_item, item in zip(stored, sent, strict=True):
+            yield from _texts_that_differ(stored_item, item)
     elif isinstance(sent, str) and sent != stored:
         yield sent
