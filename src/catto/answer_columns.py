@@ -96,7 +96,7 @@ class ParseCounts:
 
     @property
     def forced(self) -> bool:
-        """Whether more than a fifth of the answers were forced or are missing: no verdict on the model is given."""
+        """Whether too many answers were forced or are missing for a verdict on the model: more than a fifth of them."""
         return max(self.share("fallback"), self.share("none")) > MOST_FORCED
 
     @property
@@ -128,7 +128,7 @@ class ParseCounts:
 
 @dataclass(frozen=True)
 class Confidences:
-    """Answers as columns.
+    """Answers as columns, of which the file may not say whether they are right.
 
     Attributes:
         source: The file.
@@ -236,6 +236,9 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
         path: Any file that `catto measure` reads.
         names: Names of the columns.
         unparsed: Whether forced answers count as wrong.
+
+    Raises:
+        DataError: Also if the file has no rows, or does not show which answers are right.
     """
     answers = read_confidences(path, names)
     if not isinstance(answers, GradedAnswers):
@@ -252,16 +255,20 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     Args:
         path: Any file that `catto measure` reads.
         names: Names of the columns.
+
+    Raises:
+        DataError: The file has no rows, a row is bad, or a column that was named is missing.
     """
     names = names or ColumnNames()
     _refuse_several_truths(path, names)
     columns = _read_columns(path, names)
-    read_as = _check_sources(path, columns.get("source"))
+    read_as = _keep_parse_kinds(path, columns.get("source"))
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = None
+    # `_choose_correctness` has the column `correct` read, or `gold`, or neither.
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
-    if "gold" in columns:
+    elif "gold" in columns:
         with data_errors_at(path):
             graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
         confidence = graded.confidence
@@ -279,6 +286,7 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
 
 
 def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
+    """Raise DataError if several options say which answers are right."""
     options = []
     if names.correct != "correct":
         options.append("--correct")
@@ -290,14 +298,18 @@ def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
         raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right, give one of them")
 
 
-def _check_sources(path: Path, sources: list[str] | None) -> list[str] | None:
-    """Return the column `source` if it says how answers were parsed; other tools use the name for something else."""
+def _keep_parse_kinds(path: Path, sources: list[str] | None) -> list[str] | None:
+    """Return the column `source` if it says how answers were parsed; None if another tool uses it for something else.
+
+    Raises:
+        DataError: Only some rows say how their answers were parsed.
+    """
     if sources is None:
         return None
     kinds = set(sources)
     if kinds <= {"free", "plain", "fallback", "none"}:
         return sources
-    only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}
+    only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}  # a missing cell is read as "None"
     if "fallback" in kinds and only_some_are_missing:
         raise DataError(path, None, "source: expected free, plain, fallback or none in every row")
     return None
@@ -311,7 +323,7 @@ class _FieldReader(NamedTuple):
 
 
 def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
-    """Read the columns of a plain table at once; else, or if a cell is bad, row by row, which names the row."""
+    """Read the columns that the first row has: `confidence`, and some of the others that `_choose_readers` names."""
     columns = _read_plain_columns(path, names)
     if columns is not None:
         return columns
@@ -319,6 +331,10 @@ def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
 
 
 def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None:
+    """Read the columns of a large and simple table at once; None if it must be read row by row.
+
+    A bad cell is such a case too: only reading by row can name the row in its message.
+    """
     table = read_plain_table(path)
     if table is None:
         return None
@@ -332,17 +348,36 @@ def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None
     return columns
 
 
+class _ColumnStep(NamedTuple):
+    """What reading by row does for each column. Bound methods, since looking them up for every cell takes time.
+
+    Attributes:
+        append: Adds a value to the column.
+        read_cell: (name of the field, fields of a row) -> value.
+        field: The name of the field.
+    """
+
+    append: Callable[[Any], None]
+    read_cell: Callable[[str, Fields], Any]
+    field: str
+
+
 def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
+    """Read the columns of any file of answers: logs of other tools, small files, and tables with a bad cell.
+
+    Raises:
+        DataError: A row is bad, there are no rows, or the texts would fill the memory.
+    """
     columns: dict[str, list[Any]] = {}
-    # For each column: append to it, read a cell, the name of its field.
-    steps: list[tuple[Callable[[Any], None], Callable[[str, Fields], Any], str]] = []
+    steps: list[_ColumnStep] = []
     characters = 0
     for row, fields in read_answers(path, names):
         try:
-            if not steps:
+            is_first_row = not steps
+            if is_first_row:
                 for name, (reader, field) in _choose_readers(fields, names).items():
                     columns[name] = []
-                    steps.append((columns[name].append, reader.read_cell, field))
+                    steps.append(_ColumnStep(columns[name].append, reader.read_cell, field))
             for append, read_cell, field in steps:
                 value = read_cell(field, fields)
                 append(value)
@@ -358,7 +393,14 @@ def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
 
 
 def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
-    """Decide from the first row how each column is read, and from which field."""
+    """Decide from the first row how each column is read, and from which field.
+
+    Returns:
+        `confidence`, and as far as the row has them: `correct`, or `gold` and `answer`; `question`; `source`; `by`.
+
+    Raises:
+        ValueError: The row lacks a column that it must have.
+    """
     readers = {"confidence": _choose_confidence(first, names)}
     readers |= _choose_correctness(first, names)
     question = names.question
@@ -376,6 +418,7 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader
 
 
 def _require_column(first: Fields, name: str, hint: str = "") -> None:
+    """Raise ValueError if the first row lacks a column. hint: Text to put behind the name of the column."""
     try:
         find_field(first, name)
     except ValueError:
@@ -384,6 +427,7 @@ def _require_column(first: Fields, name: str, hint: str = "") -> None:
 
 
 def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
+    """Return what is read as confidence: its column, or without one the probability of the answer's label."""
     is_default = names.confidence == "confidence"
     if is_default and "confidence" not in first and "label_logprobs" in first:
         return _FieldReader(ANSWER_PROBABILITY, names.prediction or "label")
@@ -392,7 +436,10 @@ def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
 
 
 def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
-    """Return what is read to know which answers are right: `correct`, or `gold` and `answer`, or nothing."""
+    """Return what is read to know which answers are right: `correct`, or `gold` and `answer`, or nothing.
+
+    Without `answer`, the confidence is the probability of the label `names.positive`.
+    """
     names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
     names_correct = names.correct != "correct"
     if names_correct or ("correct" in first and not names_labels):
@@ -407,8 +454,9 @@ def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldRe
     if names.positive is not None:
         return readers
     prediction = names.prediction or "label"
-    is_top_label = prediction == "label" and "label_logprobs" in first
-    if not is_top_label:
+    # A row without a label answers with its most probable one.
+    can_be_top_label = prediction == "label" and "label_logprobs" in first
+    if not can_be_top_label:
         hint = (
             f" to compare with {gold!r}: name it with --prediction, or with --positive the label whose probability "
             f"{names.confidence!r} is"
@@ -464,19 +512,19 @@ def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
 
 def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], names: ColumnNames) -> None:
     """Raise ValueError if the confidence is below a half for one label of two and above for the other."""
-    low = confidence < 0.5
-    above = set()
-    below = set()
-    for label, is_low in zip(answer, low.tolist(), strict=True):
-        if is_low:
-            below.add(label)
+    is_below_half = confidence < 0.5
+    labels_above = set()
+    labels_below = set()
+    for label, is_below in zip(answer, is_below_half.tolist(), strict=True):
+        if is_below:
+            labels_below.add(label)
         else:
-            above.add(label)
-    one_label_per_side = len(above) == 1 and len(below) == 1 and above != below
-    enough_rows = min(low.sum(), (~low).sum()) >= MIN_ROWS_PER_SIDE
+            labels_above.add(label)
+    one_label_per_side = len(labels_above) == 1 and len(labels_below) == 1 and labels_above != labels_below
+    enough_rows = min(is_below_half.sum(), (~is_below_half).sum()) >= MIN_ROWS_PER_SIDE
     if one_label_per_side and enough_rows:
-        [label_above] = above
-        [label_below] = below
+        [label_above] = labels_above
+        [label_below] = labels_below
         raise ValueError(
             f"{names.confidence}: below 0.5 exactly where the answer is {label_below!r}, so it looks like the "
             f"probability of {label_above!r} and not of the answer; if it is, say --positive {label_above}"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from math import exp
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -62,24 +62,57 @@ FINAL = "final answers"
 OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
 
 
-def read_labels(path: Path, names: ColumnNames) -> Iterator[tuple[dict[str, float], str | None, str | None]]:
-    """Yield the label log-probabilities of each row, its answer and its gold label; None: the row has none."""
+class LabelRow(NamedTuple):
+    """What calibration on labels reads of a row.
+
+    Attributes:
+        logprobs: Label -> log-probability.
+        answer: The label of the answer; None if the response has none.
+        gold: The gold label; None if the file has no gold labels.
+    """
+
+    logprobs: dict[str, float]
+    answer: str | None
+    gold: str | None
+
+
+def read_labels(path: Path, names: ColumnNames) -> Iterator[LabelRow]:
+    """Yield the label log-probabilities of each row, its answer and its gold label.
+
+    Raises:
+        DataError: A row has no log-probabilities, or its answer or gold label is not among them.
+    """
+    answer_column = names.prediction or "label"
+    gold_column = names.gold or "gold"
     for row, fields in read_answers(path, names):
         with data_errors_at(path, row):
             logprobs = logprobs_of(fields)
-            answer = answer_of(names.prediction or "label", fields)
-            gold = text_of(names.gold or "gold", fields) if names.gold or "gold" in fields else None
-            for name, label in ((names.prediction or "label", answer), (names.gold or "gold", gold)):
-                if label is not None and label not in logprobs:
-                    raise ValueError(f"{name}: {label!r} is not one of the labels {', '.join(logprobs)}")
-        yield logprobs, answer, gold
+            answer = answer_of(answer_column, fields)
+            gold = None
+            if names.gold or "gold" in fields:
+                gold = text_of(gold_column, fields)
+            _require_label(answer, answer_column, logprobs)
+            _require_label(gold, gold_column, logprobs)
+        yield LabelRow(logprobs, answer, gold)
+
+
+def _require_label(label: str | None, column: str, logprobs: Mapping[str, float]) -> None:
+    """Raise ValueError for a label without a log-probability."""
+    if label is not None and label not in logprobs:
+        raise ValueError(f"{column}: {label!r} is not one of the labels {', '.join(logprobs)}")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A calibrator, what it reads, and the digests of the questions it was fitted on (None: not known).
+    """A calibrator, and on what it was fitted.
 
-    `protocol`: of the final answers that it was fitted on; None: of single samples. `rows` is how many there were.
+    Attributes:
+        calibrator: The calibrator.
+        on: Whether it reads the confidence or the label log-probabilities.
+        questions: Digests of the questions it was fitted on, as far as they were kept; None if they are not known.
+        protocol: How the final answers were made that it was fitted on; None if it was fitted on single samples.
+        rows: Number of answers it was fitted on; None if it is not known.
+        confidence_kind: The kind of confidence it reads; None for the labels' own probabilities.
     """
 
     calibrator: Calibrator
@@ -87,50 +120,64 @@ class Fitted:
     questions: tuple[str, ...] | None = None
     protocol: Protocol | None = None
     rows: int | None = None
-    confidence_kind: ConfidenceKind | None = None  # what it reads, if not the labels' own probabilities
+    confidence_kind: ConfidenceKind | None = None
 
     @property
     def digest(self) -> str:
-        """What tells this calibrator from others."""
+        """What tells this calibrator from others: equal digests give equal confidences."""
         identity: list[object] = [self.on, self.calibrator.model_dump()]
         if self.confidence_kind is not None:
             identity.append(self.confidence_kind)
         return content_hash(identity)
 
     def check_kind(self, kind: str | None) -> None:
-        """Raise ValueError if the confidences are of another kind than those that the calibrator was fitted on."""
-        own = self.confidence_kind or "label"
-        if (kind or "label") != own:
-            raise ValueError(f"the calibrator was fitted on the confidence kind {own}, these are {kind or 'label'}")
+        """Raise ValueError if confidences of this kind are not what the calibrator was fitted on; None means label."""
+        own_kind = self.confidence_kind or "label"
+        given_kind = kind or "label"
+        if given_kind != own_kind:
+            raise ValueError(f"the calibrator was fitted on the confidence kind {own_kind}, these are {given_kind}")
 
     def calibrate_samples(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Return samples with calibrated confidences; a calibrator of final answers leaves samples as they are.
+        """Return samples with calibrated confidences; a sample without an answer gets confidence 0.
 
-        ValueError where a sample lacks the label log-probabilities that the calibrator reads. No answer stays at 0.
+        A calibrator of final answers leaves the samples as they are: it is applied after one was chosen.
+
+        Raises:
+            ValueError: A sample has another kind of confidence, or lacks the label log-probabilities that are read.
         """
-        if self.protocol is not None:
+        is_for_final_answers = self.protocol is not None
+        if is_for_final_answers:
             return list(predictions)
         for kind in {prediction.confidence_kind for prediction in predictions}:
             self.check_kind(kind)
         if self.on == "confidence":
-            new = self.of_confidences([prediction.confidence for prediction in predictions]).tolist()
+            confidences = self.calibrate_confidences([prediction.confidence for prediction in predictions]).tolist()
         else:
-            new = [self.find_label_confidence(row.label_logprobs, row.label, row.name) for row in predictions]
+            confidences = [self.find_label_confidence(row.label_logprobs, row.label, row.name) for row in predictions]
         calibrated = []
-        for prediction, confidence in zip(predictions, new, strict=True):
+        for prediction, confidence in zip(predictions, confidences, strict=True):
             if prediction.choice is None:
                 confidence = 0.0
             calibrated.append(prediction.model_copy(update={"confidence": confidence}))
         return calibrated
 
-    def of_confidences(self, confidence: ArrayLike) -> Floats:
-        """Return calibrated confidences. (N,) -> (N,)."""
+    def calibrate_confidences(self, confidence: ArrayLike) -> Floats:
+        """Return calibrated confidences; raise ValueError for vector scaling, which reads labels. (N,) -> (N,)."""
         if isinstance(self.calibrator, VectorScaling):
             raise ValueError("vector scaling reads label log-probabilities, not confidences")
         return self.calibrator.apply(confidence)
 
     def find_label_confidence(self, logprobs: Mapping[str, float] | None, label: str | None, name: str = "") -> float:
-        """Return the calibrated probability of one of the labels; 0 where there is no answer."""
+        """Return the calibrated probability of one of the labels.
+
+        Args:
+            logprobs: Label -> log-probability.
+            label: The label; None, where there is no answer, has probability 0.
+            name: What the log-probabilities belong to, for the message.
+
+        Raises:
+            ValueError: There are no log-probabilities, or the calibrator cannot be applied to labels.
+        """
         if label is None:
             return 0.0
         if logprobs is None:
@@ -139,21 +186,25 @@ class Fitted:
             return self.calibrator.probability(logprobs, label)
         if not isinstance(self.calibrator, Temperature):
             raise ValueError("only a temperature or vector scaling can be applied to label log-probabilities")
-        new_logprobs = self.calibrator.apply_labels([list(logprobs.values())])
-        return exp(new_logprobs[0, list(logprobs).index(label)])
+        label_index = list(logprobs).index(label)
+        calibrated_logprobs = self.calibrator.apply_labels([list(logprobs.values())])
+        return exp(calibrated_logprobs[0, label_index])
 
-    def confidences(self, answers: Confidences, names: ColumnNames) -> Floats:
-        """Return the calibrated confidence of each answer. -> (N,)."""
+    def calibrate_answers(self, answers: Confidences, names: ColumnNames) -> Floats:
+        """Return the calibrated confidence of each answer; label log-probabilities are read from the file. -> (N,)."""
         if self.on == "confidence":
-            return self.of_confidences(answers.confidence)
+            return self.calibrate_confidences(answers.confidence)
         with data_errors_at(answers.source):
             rows = read_labels(answers.source, names)
-            confidences = [self.find_label_confidence(logprobs, answer) for logprobs, answer, _ in rows]
+            confidences = [self.find_label_confidence(row.logprobs, row.answer) for row in rows]
         return np.array(confidences, dtype=np.float64)
 
     def count_fit_questions(self, questions: Iterable[str]) -> int | None:
         """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
-        return None if self.questions is None else len({*self.questions} & {*_digests(questions)})
+        if self.questions is None:
+            return None
+        shared = {*self.questions} & {*_digest_questions(questions)}
+        return len(shared)
 
 
 def fit_file(
@@ -170,10 +221,12 @@ def read_uncalibrated(path: Path, names: ColumnNames, unparsed: Unparsed) -> Gra
     """Read the answers of a file; DataError if their confidences were calibrated before."""
     if final_notes(path).get("calibrator"):
         raise DataError(path, None, "its confidences are calibrated already: choose answers without a calibrator")
-    answers = read_graded(path, names, unparsed)
-    _, first = next(iter(read_answers(path, names)))  # `apply_file` marks every row
-    if not final_notes(path) and first.get(f"{names.confidence}_raw") is not None:
-        raise DataError(path, 1, f"{names.confidence}_raw: there already, so the answers were calibrated before")
+    answers = read_graded(path, names, unparsed)  # refuses a file without rows
+    raw_column = f"{names.confidence}_raw"  # `apply_file` writes it into every row, so the first one shows it
+    _, first = next(iter(read_answers(path, names)))
+    is_final = bool(final_notes(path))  # final answers have the column even if they are not calibrated
+    if not is_final and first.get(raw_column) is not None:
+        raise DataError(path, 1, f"{raw_column}: there already, so the answers were calibrated before")
     return answers
 
 
@@ -185,9 +238,12 @@ def fit_answers(
     Args:
         answers: All answers of the file.
         kind: The kind of calibrator.
-        on: What it reads; label log-probabilities are read from the file.
+        on: Whether it reads the confidence or the label log-probabilities, which are read from the file.
         names: Names of the columns.
         rows: The rows to fit on, counted from 0; None means all.
+
+    Raises:
+        DataError: The kind cannot read `on`, or the answers are all right or all wrong.
     """
     path = answers.source
     if rows is not None:
@@ -202,22 +258,37 @@ def fit_answers(
     if answers.correct.all() or not answers.correct.any():
         side = "right" if answers.correct.all() else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
-    known = None if answers.question is None else _digests(answers.question)[:MANY_QUESTIONS]
-    protocol = final_notes(path).get("protocol")
+    question_digests = None
+    if answers.question is not None:
+        question_digests = _digest_questions(answers.question)[:MANY_QUESTIONS]
     with data_errors_at(manifest_path(path), field="notes: "):
-        return Fitted(calibrator, on, known, protocol, len(answers), _read_kind(path, names))
+        return Fitted(
+            calibrator,
+            on=on,
+            questions=question_digests,
+            protocol=final_notes(path).get("protocol"),
+            rows=len(answers),
+            confidence_kind=_read_kind(path, names),
+        )
 
 
 def _read_kind(path: Path, names: ColumnNames) -> Any:
-    """Return the kind of a file's confidences; None for a label's own probability, or if the file does not say."""
+    """Return the kind of a file's confidences; None for a label's own probability, or if the file does not say.
+
+    The callers have read the file before, so it has a first row.
+    """
     protocol = final_notes(path).get("protocol")
     if protocol is not None:
         return protocol.get("confidence_kind")
     _, first = next(iter(read_answers(path, names)))
     kind = first.get("confidence_kind")
+    # `--confidence confidences.ptrue` picks another kind than the one that ranks the answers.
     if kind is not None and names.confidence.startswith("confidences."):
         kind = names.confidence.removeprefix("confidences.")
-    return None if kind not in CONFIDENCE_KINDS or kind == "label" else kind
+    is_known = kind in CONFIDENCE_KINDS  # other tools may use the name of the column for something else
+    if not is_known or kind == "label":
+        return None
+    return kind
 
 
 def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
@@ -226,7 +297,8 @@ def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
     notes = {"on": fitted.on, "fitted_on": fitted_on, "questions": fitted.questions, "protocol": protocol}
     if fitted.confidence_kind is not None:
         notes["confidence_kind"] = fitted.confidence_kind
-    manifest_path(out).unlink(missing_ok=True)  # of the calibrator that is replaced
+    # A kill must not leave the new calibrator with the manifest of the one that it replaces.
+    manifest_path(out).unlink(missing_ok=True)
     record_files.write_record(out, fitted.calibrator)
     counts = {"rows": fitted.rows or 0}
     record_files.write_manifest(
@@ -235,64 +307,97 @@ def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
 
 
 def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames, rows: Sequence[int] | None) -> Calibrator:
-    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of the rows of a file."""
-    wanted = None if rows is None else set(rows)
-    scores = []
+    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of the rows of a file.
+
+    Raises:
+        ValueError: A row has no gold label.
+    """
+    fit_rows = None if rows is None else set(rows)
+    logprobs = []
     golds = []
-    for row, (logprobs, _, gold) in enumerate(read_labels(path, names)):
-        if wanted is not None and row not in wanted:
+    for number, row in enumerate(read_labels(path, names)):
+        if fit_rows is not None and number not in fit_rows:
             continue
-        if gold is None:
+        if row.gold is None:
             raise ValueError("gold: missing")
-        scores.append(logprobs)
-        golds.append(gold)
+        logprobs.append(row.logprobs)
+        golds.append(row.gold)
     if kind == "vector":
-        labels, table = label_table(scores)
-        places = [labels.index(gold) for gold in golds]
-        return VectorScaling.fit_labels(table, places, labels)
-    return Temperature.fit_labels(*pad_label_logprobs(scores, golds))
+        labels, table = label_table(logprobs)
+        gold_indices = [labels.index(gold) for gold in golds]
+        return VectorScaling.fit_labels(table, gold_indices, labels)
+    return Temperature.fit_labels(*pad_label_logprobs(logprobs, golds))
 
 
 def open_fitted(path: Path, on: On | None = None) -> Fitted:
-    """Read a calibrator with its manifest; without a manifest, `on` must say what the calibrator reads."""
+    """Read a calibrator with its manifest.
+
+    Args:
+        path: The calibrator.
+        on: What the calibrator reads. Needed without a manifest; replaces what the manifest says.
+
+    Raises:
+        DataError: The calibrator cannot be read, or there is neither a manifest nor `on`.
+    """
     calibrator = read_calibrator(path)
-    place = manifest_path(path)
-    if not place.exists():
+    manifest_file = manifest_path(path)
+    if not manifest_file.exists():
         if on is None:
-            raise DataError(place, None, "missing: copy it beside the calibrator too (calibrate apply takes --on)")
+            problem = "missing: copy it beside the calibrator too (calibrate apply takes --on)"
+            raise DataError(manifest_file, None, problem)
         return Fitted(calibrator, on)
     manifest = read_manifest(path)
-    made = {**manifest.notes, "calibrator": calibrator, "rows": manifest.counts.get("rows")}
-    with data_errors_at(place, value=manifest.notes, field="notes."):
-        return Fitted(**made if on is None else made | {"on": on})
+    attributes = {**manifest.notes, "calibrator": calibrator, "rows": manifest.counts.get("rows")}
+    if on is not None:
+        attributes["on"] = on
+    with data_errors_at(manifest_file, value=manifest.notes, field="notes."):
+        return Fitted(**attributes)
 
 
-def _digests(questions: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted({hashlib.sha256(question.encode()).hexdigest()[:12] for question in questions}))
+def _digest_questions(questions: Iterable[str]) -> tuple[str, ...]:
+    """Return a short digest of each different question id, sorted."""
+    digests = {hashlib.sha256(question.encode()).hexdigest()[:12] for question in questions}
+    return tuple(sorted(digests))
 
 
 def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
-    """Write the rows with the calibrated confidence, the stated one kept as `<column>_raw`; return both columns."""
+    """Write the rows of a file with calibrated confidences; the uncalibrated ones are kept as `<column>_raw`.
+
+    Args:
+        fitted: The calibrator.
+        path: Any file that `catto measure` reads; gold labels are optional.
+        names: Names of the columns.
+        out: The file to write, as JSON lines.
+
+    Returns:
+        The answers as they were read, and their calibrated confidences, (N,).
+
+    Raises:
+        DataError: The rows were calibrated before, or they are not what the calibrator was fitted on.
+    """
     answers = read_confidences(path, names)
     kind = _read_kind(path, names)
     if kind is not None or fitted.confidence_kind is not None:
         with data_errors_at(path):
             fitted.check_kind(kind)
-    calibrated = fitted.confidences(answers, names)
-    raw = f"{names.confidence}_raw"
-    final = final_notes(path)
-    foreign = fitted.protocol is not None and final.get("protocol") != fitted.protocol.model_dump()
-    untouched = bool(final) and final.get("calibrator") is None  # final answers have the model's own as raw
+    calibrated = fitted.calibrate_answers(answers, names)
+    raw_column = f"{names.confidence}_raw"
+    notes = final_notes(path)
+    has_other_protocol = fitted.protocol is not None and notes.get("protocol") != fitted.protocol.model_dump()
+    # Final answers have the column from the start, with the confidence of the chosen sample.
+    raw_is_allowed = bool(notes) and notes.get("calibrator") is None
     with atomic.replace_file(out) as file:
-        pairs = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
-        for (row, fields), stated, new in pairs:
-            fields = fields.maps[0] if isinstance(fields, ChainMap) else fields  # of a log, what it was read as
-            if fields.get(raw) is not None and not untouched:  # catto's own predictions have it, as null
-                raise DataError(path, row, f"{raw}: there already, so the row was calibrated before")
-            if foreign:
+        rows = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
+        for (row, fields), uncalibrated_value, calibrated_value in rows:
+            if isinstance(fields, ChainMap):  # catto's own fields of another tool's record; that itself is below them
+                fields = fields.maps[0]
+            if fields.get(raw_column) is not None and not raw_is_allowed:  # predictions have the column, as null
+                raise DataError(path, row, f"{raw_column}: there already, so the row was calibrated before")
+            if has_other_protocol:
                 raise DataError(path, None, OTHER_PROTOCOL)
+            document = {**fields, names.confidence: calibrated_value, raw_column: uncalibrated_value}
             try:
-                line = json.dumps({**fields, names.confidence: new, raw: stated}, ensure_ascii=False, allow_nan=False)
+                line = json.dumps(document, ensure_ascii=False, allow_nan=False)
             except (TypeError, ValueError):  # a date of a Parquet file, or a nan that only Python's JSON knows
                 message = "holds a value that JSON has no form for (NaN, Infinity or a date)"
                 raise DataError(path, row, message) from None
@@ -304,36 +409,62 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
 def final_answers(
     predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None = None
 ) -> list[FinalAnswer]:
-    """Choose one answer a question of the first k samples, as the protocol says, with its calibrated confidence.
+    """Choose one answer per question among its first k samples, as the protocol says.
 
-    The calibrator must be of single samples or of this protocol.
+    A calibrator of single samples is applied before the choice, a calibrator of final answers after it.
+
+    Args:
+        predictions: Uncalibrated samples, equally many of every question.
+        protocol: How one answer is made of k samples.
+        fitted: A calibrator of single samples, or of final answers of this protocol, which the caller has checked. None
+            leaves the confidences as they are.
+
+    Raises:
+        ValueError: There are fewer than k samples per question, or the rule or the calibrator needs what they lack.
     """
-    rows = [row[: protocol.k] for row in samples_by_question(predictions)]
-    if len(rows[0]) < protocol.k:
-        raise ValueError(f"k is {protocol.k}, there are {len(rows[0])} samples per question")
-    samples = [sample for row in rows for sample in row]
-    given = gather_candidates(samples if fitted is None else fitted.calibrate_samples(samples))
-    if protocol.rule == LIKELIEST and np.isnan(given.logprob).all():
+    samples_of_questions = [samples[: protocol.k] for samples in samples_by_question(predictions)]
+    count = len(samples_of_questions[0])  # the same for every question, and not 0: `samples_by_question` checks it
+    if count < protocol.k:
+        raise ValueError(f"k is {protocol.k}, there are {count} samples per question")
+    ranked: list[Prediction] = []
+    for samples in samples_of_questions:
+        ranked += samples
+    if fitted is not None and fitted.protocol is None:
+        ranked = fitted.calibrate_samples(ranked)
+    candidates = gather_candidates(ranked)
+    if protocol.rule == LIKELIEST and np.isnan(candidates.logprob).all():
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
-    (places, confidence), taken = choose_adaptively(given, protocol.rule, protocol.stop)
+    choice, taken = choose_adaptively(candidates, protocol.rule, protocol.stop)
+    confidence = choice.confidence
     if fitted is not None and fitted.protocol is not None:
-        confidence = fitted.of_confidences(confidence)
+        confidence = fitted.calibrate_confidences(confidence)
     answers = []
-    for row, place, stated, count in zip(rows, places.tolist(), confidence.tolist(), taken.tolist(), strict=True):
-        chosen = row[place]
-        used = row[:count]
-        tokens = [other.tokens for other in used if other.tokens is not None]
-        answer = FinalAnswer(
-            **chosen.model_dump(include={"question", "sample", "label", "answer", "gold", "source"}),
-            correct=chosen.is_correct,
-            confidence=stated if chosen.choice is not None else 0.0,
-            confidence_raw=chosen.confidence,
-            samples=count,
-            votes=sum(other.choice == chosen.choice for other in used if other.choice is not None),
-            tokens=sum(tokens) if len(tokens) == count else None,
+    for question, samples in enumerate(samples_of_questions):
+        answer = _make_final_answer(
+            samples[: int(taken[question])],
+            chosen=samples[int(choice.place[question])],
+            confidence=float(confidence[question]),
         )
         answers.append(answer)
     return answers
+
+
+def _make_final_answer(taken: Sequence[Prediction], *, chosen: Prediction, confidence: float) -> FinalAnswer:
+    """Make the final answer of a question: the chosen one of the samples that were taken, and the sums over them."""
+    if chosen.choice is None:
+        confidence = 0.0  # a response without an answer is never right
+    tokens = [sample.tokens for sample in taken if sample.tokens is not None]
+    all_have_tokens = len(tokens) == len(taken)
+    votes = sum(sample.choice == chosen.choice for sample in taken if sample.choice is not None)
+    return FinalAnswer(
+        **chosen.model_dump(include={"question", "sample", "label", "answer", "gold", "source"}),
+        correct=chosen.is_correct,
+        confidence=confidence,
+        confidence_raw=chosen.confidence,
+        samples=len(taken),
+        votes=votes,
+        tokens=sum(tokens) if all_have_tokens else None,
+    )
 
 
 def write_final(
@@ -341,18 +472,31 @@ def write_final(
 ) -> list[FinalAnswer]:
     """Write the final answers with a manifest of how they were made; see `final_answers`.
 
-    own_stop: where sampling stops was chosen by the gold labels of these questions.
+    Args:
+        out: The file to write.
+        predictions: Uncalibrated samples, equally many of every question.
+        protocol: How one answer is made of k samples.
+        fitted: The calibrator; None leaves the confidences as they are.
+        own_stop: Whether the gold labels of these questions chose where sampling stops.
+
+    Raises:
+        ValueError: The samples are calibrated, or the calibrator is of final answers of another protocol.
     """
     if fitted is not None and fitted.protocol not in (None, protocol):
         raise ValueError(OTHER_PROTOCOL)
-    if any(row.confidence_raw is not None for row in predictions):
+    if any(prediction.confidence_raw is not None for prediction in predictions):
         raise ValueError("the samples are calibrated already: give them as predicted, and the --calibrator")
     answers = final_answers(predictions, protocol, fitted)
+    digest = None
+    shared_questions: int | None = 0
+    if fitted is not None:
+        digest = fitted.digest
+        shared_questions = fitted.count_fit_questions(answer.question for answer in answers)
     notes = {
         "protocol": protocol.model_dump(),
-        "calibrator": fitted.digest if fitted else None,
+        "calibrator": digest,
         # How many of these questions the calibrator was fitted on; None: that is not known.
-        "fitted_on": fitted.count_fit_questions(answer.question for answer in answers) if fitted else 0,
+        "fitted_on": shared_questions,
         "models": sorted({prediction.model for prediction in predictions}),
         "own_stop": protocol.stop if own_stop else None,
     }
@@ -364,9 +508,11 @@ def write_final(
 
 
 def final_notes(path: Path) -> dict[str, Any]:
-    """The notes of a file of final answers; none where it is another file."""
-    manifest = read_manifest(path) if manifest_path(path).exists() else None
-    return manifest.notes if manifest is not None and manifest.kind == FINAL else {}
+    """Return the notes in the manifest of a file of final answers; an empty dict for any other file."""
+    if not manifest_path(path).exists():
+        return {}
+    manifest = read_manifest(path)
+    return manifest.notes if manifest.kind == FINAL else {}
 
 
 class RiskThreshold(Record):
@@ -397,14 +543,25 @@ class RiskThreshold(Record):
 
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
-    """Find the threshold for final answers and write it; DataError where none can promise the risk."""
+    """Find the threshold for final answers and write it.
+
+    Args:
+        path: Final answers with their manifest.
+        risk: Largest share of wrong answers.
+        delta: Probability with which the promise may fail.
+        out: The file to write.
+
+    Raises:
+        DataError: These are not final answers, their calibrator or their stop was chosen on the same questions, or no
+            threshold can promise the risk.
+    """
     with text_files.open_input(path):  # refuses a folder, and what is missing
         notes = final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
-    shared = notes.get("fitted_on")
-    if shared:
-        raise DataError(path, None, f"the calibrator was fitted on {shared} of these questions: use others")
+    shared_questions = notes.get("fitted_on")
+    if shared_questions:
+        raise DataError(path, None, f"the calibrator was fitted on {shared_questions} of these questions: use others")
     stop = notes.get("own_stop")
     if stop is not None:
         raise DataError(path, None, f"--stop {stop} was chosen on these questions: use others, and give it there")

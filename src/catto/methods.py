@@ -84,7 +84,9 @@ class Method:
     @property
     def budgeted(self) -> bool:
         """Whether the two budgets give different models, by this method's own effort or by its start's."""
-        return self.effort["paper"] != self.effort["matched"] or (self.start != "base" and METHODS[self.start].budgeted)
+        if self.effort["paper"] != self.effort["matched"]:
+            return True
+        return self.start != "base" and METHODS[self.start].budgeted
 
     @property
     def group(self) -> Literal["Base", "SFT", "DPO"]:
@@ -137,7 +139,10 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """Return an entry of METHODS; with a suffix of SCALINGS, one with a rescaled confidence.
+    """Return an entry of METHODS; for a name with a suffix of SCALINGS, make one with a rescaled confidence.
+
+    Raises:
+        KeyError: There is no such method; see `is_known_method`.
 
     >>> find_method("dpo+outcome+ts").title, find_method("dpo+tl").title
     ('DPO + outcome + temperature scaling', 'DPO + scaling among labels')
@@ -218,12 +223,12 @@ def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, An
     >>> without_overridden(METHODS["ipo"], {"beta": 0.2, "loss_type": "sigmoid"})
     {'beta': 0.2}
     """
-    own: set[str] = set()
+    set_by_method: set[str] = set()
     if row.loss_type:
-        own |= {"loss_type", "loss_weights", "label_smoothing"}
+        set_by_method |= {"loss_type", "loss_weights", "label_smoothing"}
     if row.preference_tokens != "all":
-        own.add("preference_tokens")
-    return {name: value for name, value in settings.items() if name not in own}
+        set_by_method.add("preference_tokens")
+    return {name: value for name, value in settings.items() if name not in set_by_method}
 
 
 def options_read_by(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from catto.formats.columns import ColumnNames
 from catto.io.atomic import write_text
 from catto.io.record_files import manifest_path, read_record, write_record
 from catto.metrics.alarm import ALARM_LIMIT
-from catto.metrics.binning import Floats
+from catto.metrics.binning import Bools, Floats
 from catto.records import Protocol, Unparsed
 
 CALIBRATOR_FILE = "catto_calibrator.json"
@@ -80,7 +80,7 @@ class ModelCalibration:
             label_ids: The id of each label's first token, as it is written at this position (after a space or not).
 
         Raises:
-            ValueError: The calibrator is for a choice among several samples.
+            ValueError: The calibrator is for a choice among several samples, or the logits are not of shape (V,).
 
         >>> from catto.metrics.calibrators import Temperature
         >>> calibration = ModelCalibration(Fitted(Temperature(tau=2.0)))
@@ -91,13 +91,13 @@ class ModelCalibration:
         if protocol is not None and protocol.k > 1:
             raise ValueError(f"the calibrator is for the {protocol.rule} of {protocol.k} samples, not for logits")
         logprobs = _log_softmax(_as_array(logits))
-        label_logprobs = {label: float(logprobs[token]) for label, token in label_ids.items()}
+        label_logprobs = {label: float(logprobs[token_id]) for label, token_id in label_ids.items()}
         label = max(label_logprobs, key=lambda name: label_logprobs[name])
         if self.fitted.on == "labels":
             confidence = self.fitted.find_label_confidence(label_logprobs, label)
         else:
             probability = np.exp(label_logprobs[label])
-            confidence = float(self.fitted.of_confidences([probability])[0])
+            confidence = float(self.fitted.calibrate_confidences([probability])[0])
         abstains = self.threshold is not None and confidence < self.threshold.threshold
         return LabelConfidence(label, confidence, abstains)
 
@@ -138,12 +138,12 @@ def load_calibrator(path: str | Path) -> ModelCalibration:
     if not path.is_dir():
         return ModelCalibration(open_fitted(path))
     fitted = open_fitted(path / CALIBRATOR_FILE)
-    place = path / THRESHOLD_FILE
-    if not place.exists():
+    threshold_path = path / THRESHOLD_FILE
+    if not threshold_path.exists():
         return ModelCalibration(fitted)
-    threshold = read_record(place, RiskThreshold)
+    threshold = read_record(threshold_path, RiskThreshold)
     if threshold.calibrator != fitted.digest:
-        raise DataError(place, None, f"was fitted with another calibrator than {CALIBRATOR_FILE}")
+        raise DataError(threshold_path, None, f"was fitted with another calibrator than {CALIBRATOR_FILE}")
     return ModelCalibration(fitted, threshold)
 
 
@@ -155,20 +155,21 @@ def has_calibrator(folder: Path) -> bool:
 # ---- fit and store
 
 
-class AnswerSource(NamedTuple):
+class AnswerOrigin(NamedTuple):
     """What a file says about how its answers were made.
 
     Attributes:
         names: Its columns; the confidence of a gateway's log is the one before calibration.
-        rows: The rows to fit on, counted from 0; None means all.
-        protocol: How an answer was made of samples; None if the file does not say.
-        models: The models that answered.
+        usable_rows: Rows that were made in this way, counted from 0; None means all.
+        protocol: How an answer was made of samples; None if the file does not say, or if they were made in several
+            ways.
+        models: The models that answered; empty if the file does not say.
     """
 
     names: ColumnNames
-    rows: Sequence[int] | None
-    protocol: Protocol | None
-    models: tuple[str, ...]
+    usable_rows: Sequence[int] | None = None
+    protocol: Protocol | None = None
+    models: tuple[str, ...] = ()
 
 
 class RiskTarget(NamedTuple):
@@ -188,8 +189,9 @@ class ModelFit(NamedTuple):
 
     Attributes:
         calibration: The calibrator and the threshold.
-        answers: Answers with the model's own confidences: those of the threshold, else those of the fit.
-        calibrated: (N,) their calibrated confidences.
+        answers: The answers that found the threshold; without one, those that fitted the calibrator. Their confidences
+            are the model's own.
+        calibrated: (N,) calibrated confidences of these answers.
     """
 
     calibration: ModelCalibration
@@ -198,7 +200,7 @@ class ModelFit(NamedTuple):
 
 
 def fit_model(
-    path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, target: RiskTarget | None
+    path: Path, *, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, target: RiskTarget | None
 ) -> ModelFit:
     """Fit a calibrator, and a threshold if there is a target. Nothing is written.
 
@@ -208,120 +210,148 @@ def fit_model(
     Args:
         path: Answers of `catto eval` or `catto select`, or the log of `catto serve`. Without a target, any answers.
         kind: The kind of calibrator.
-        on: What it reads.
+        on: Whether the calibrator reads the confidence or the label log-probabilities.
         names: Names of the columns.
         unparsed: Whether forced answers count as wrong.
         target: The promise that a threshold is wanted for; None fits no threshold.
 
+    Returns:
+        The calibrator and the threshold, and the answers to judge them by.
+
     Raises:
         DataError: No threshold can promise the target, or the file does not say how its answers were made.
     """
-    source = describe_source(path, names)
-    answers = read_uncalibrated(path, source.names, unparsed)
-    rows = range(len(answers)) if source.rows is None else source.rows
-    fit_rows: Sequence[int] = rows
-    shown_rows: Sequence[int] = rows
+    origin = describe_origin(path, names)
+    answers = read_uncalibrated(path, origin.names, unparsed)
+    usable_rows = origin.usable_rows
+    if usable_rows is None:
+        usable_rows = range(len(answers))
+    fit_rows = usable_rows
+    judged_rows = usable_rows
     if target is not None:
-        _check_source(path, source, answers.pick_rows(rows))
-        fit_rows, shown_rows = _split_questions(answers, rows)
-    fitted = fit_answers(answers, kind, on, source.names, fit_rows)
-    calibrated = fitted.confidences(answers, source.names)
-    calibrated = np.where(_has_label(path, source.names), calibrated, 0.0)[shown_rows]
-    shown = answers.pick_rows(shown_rows)
+        _refuse_unfit_answers(path, origin, answers.pick_rows(usable_rows))
+        fit_rows, judged_rows = _split_questions(answers, usable_rows)
+    fitted = fit_answers(answers, kind, on, origin.names, fit_rows)
+    calibrated = _calibrate_answers(fitted, answers, origin.names)[judged_rows]
+    judged = answers.pick_rows(judged_rows)
     threshold = None
     if target is not None:
-        made_with = {"protocol": source.protocol, "calibrator": fitted.digest, "models": source.models}
-        threshold = find_threshold(replace(shown, confidence=calibrated), target.risk, target.delta, made_with)
-    return ModelFit(ModelCalibration(fitted, threshold), shown, calibrated)
+        made_with = {"protocol": origin.protocol, "calibrator": fitted.digest, "models": origin.models}
+        threshold = find_threshold(replace(judged, confidence=calibrated), target.risk, target.delta, made_with)
+    return ModelFit(ModelCalibration(fitted, threshold), judged, calibrated)
 
 
-def describe_source(path: Path, names: ColumnNames) -> AnswerSource:
-    """Find out how the answers of a file were made, from its manifest or its rows."""
+def _calibrate_answers(fitted: Fitted, answers: GradedAnswers, names: ColumnNames) -> Floats:
+    """Return calibrated confidences. An answer without a label gets 0, as in `catto select` and `catto serve`. (N,)."""
+    calibrated = fitted.calibrate_answers(answers, names)
+    has_label = _read_has_label(answers.source, names)
+    return np.where(has_label, calibrated, 0.0)
+
+
+def _read_has_label(path: Path, names: ColumnNames) -> Bools:
+    """Read the file again for which answers have a label; where rows have no labels, all have. -> (N,)."""
+    column = names.prediction or "label"
+    has_label = []
+    for _, fields in read_answers(path, names):
+        is_none = column in fields and fields[column] is None
+        has_label.append(not is_none)
+    return np.array(has_label, dtype=np.bool_)
+
+
+def describe_origin(path: Path, names: ColumnNames) -> AnswerOrigin:
+    """Find out how the answers of a file were made, from its manifest or its rows.
+
+    Raises:
+        DataError: There are no answers, or the log of a gateway has none to fit on.
+    """
     notes = final_notes(path)
     if notes:
         protocol = Protocol.model_validate(notes["protocol"])
-        return AnswerSource(names, None, protocol, tuple(notes.get("models") or ()))
+        return AnswerOrigin(names, protocol=protocol, models=tuple(notes.get("models") or ()))
     rows = [dict(fields) for _, fields in read_answers(path, names)]
     if not rows:
         raise DataError(path, None, "no answers")
-    if isinstance(rows[0].get("protocol"), dict):
+    is_gateway_log = isinstance(rows[0].get("protocol"), dict)
+    if is_gateway_log:
         return _describe_log(path, names, rows)
-    if "temperature" in rows[0] and "source" in rows[0]:
+    are_predictions = "temperature" in rows[0] and "source" in rows[0]
+    if are_predictions:
         return _describe_predictions(names, rows)
-    return AnswerSource(names, None, None, ())
+    return AnswerOrigin(names)
 
 
-def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerSource:
-    """Describe predictions of `catto eval` as answers of one sample."""
+def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
+    """Describe predictions of `catto eval` as answers of one sample; of several temperatures there is no protocol."""
     models = tuple(sorted({str(row["model"]) for row in rows}))
     temperatures = {row["temperature"] for row in rows}
     if len(temperatures) > 1:
-        return AnswerSource(names, None, None, models)
+        return AnswerOrigin(names, models=models)
+    forced_labels = [row["label"] for row in rows if row["source"] == "fallback"]
     fallback = None
-    for row in rows:
-        if row["source"] == "fallback":
-            fallback = "none" if row["label"] is None else fallback or "answer"
-    made = {"rule": ONE_SAMPLE, "k": 1, "temperature": temperatures.pop(), "fallback": fallback}
+    if forced_labels:
+        fallback = "none" if None in forced_labels else "answer"
+    settings = {"rule": ONE_SAMPLE, "k": 1, "temperature": temperatures.pop(), "fallback": fallback}
     kind = rows[0].get("confidence_kind")
-    if kind != "label":
-        made["confidence_kind"] = kind
-    return AnswerSource(names, None, Protocol.model_validate(made), models)
+    if kind != "label":  # a protocol stores only the other kinds
+        settings["confidence_kind"] = kind
+    return AnswerOrigin(names, protocol=Protocol.model_validate(settings), models=models)
 
 
-def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerSource:
-    """Describe a gateway's log: its answers of the most frequent protocol and model since the last alarm."""
+def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
+    """Describe a gateway's log: its answers of the most frequent protocol and model since the last alarm.
+
+    Raises:
+        DataError: There are no answers since the last alarm, or they were chosen among several samples.
+    """
     start = 0
     for row, fields in enumerate(rows):
-        if (fields.get("evidence") or 0.0) >= ALARM_LIMIT:
+        is_alarm = (fields.get("evidence") or 0.0) >= ALARM_LIMIT
+        if is_alarm:
             start = row + 1
-    kinds = []
+    made_by = []
     for fields in rows[start:]:
         protocol = Protocol.model_validate(fields["protocol"])
-        kinds.append((protocol, str(fields["model"])))
-    if not kinds:
+        made_by.append((protocol, str(fields["model"])))
+    if not made_by:
         raise DataError(path, None, "no answers with feedback since its last alarm: collect some first")
-    protocol, model = Counter(kinds).most_common(1)[0][0]
+    [(most_frequent, _)] = Counter(made_by).most_common(1)
+    protocol, model = most_frequent
     if protocol.k > 1:
         problem = "its log has the confidence of one sample only: fit on catto select's answers"
         raise DataError(path, None, f"answers were chosen among {protocol.k} samples, and {problem}")
-    wanted = [start + row for row, kind in enumerate(kinds) if kind == (protocol, model)]
-    return AnswerSource(replace(names, confidence="confidence_raw"), wanted, protocol, (model,))
+    usable_rows = [start + index for index, maker in enumerate(made_by) if maker == most_frequent]
+    return AnswerOrigin(replace(names, confidence="confidence_raw"), usable_rows, protocol, (model,))
 
 
-def _check_source(path: Path, source: AnswerSource, answers: GradedAnswers) -> None:
-    """Refuse a file from which no threshold can be found."""
-    if source.protocol is None:
+def _refuse_unfit_answers(path: Path, origin: AnswerOrigin, answers: GradedAnswers) -> None:
+    """Raise DataError for answers from which no threshold can be found."""
+    if origin.protocol is None:
         expected = "one temperature of catto eval, final answers of catto select, or the log of catto serve"
         raise DataError(path, None, f"does not say how its answers were made; a threshold needs answers of {expected}")
-    if answers.questions != len(answers):
+    one_answer_per_question = answers.questions == len(answers)
+    if not one_answer_per_question:
         raise DataError(path, None, "several answers per question: choose final ones with catto select --out")
 
 
-def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split rows into two halves, the same ones whenever the file is read."""
+def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """Split rows into two halves by the digests of their questions, so that their order in the file does not matter.
+
+    The answers name their questions: `_refuse_unfit_answers` has checked it.
+    """
     questions = answers.question or []
     ordered = sorted(rows, key=lambda row: sha256(questions[row].encode()).hexdigest())
     middle = len(ordered) // 2
     return sorted(ordered[:middle]), sorted(ordered[middle:])
 
 
-def _has_label(path: Path, names: ColumnNames) -> Any:
-    """Return which answers have a label; where rows have no labels, all have. -> (N,) booleans."""
-    column = names.prediction or "label"
-    has_label = []
-    for _, fields in read_answers(path, names):
-        has_label.append(fields.get(column, "") is not None)
-    return np.array(has_label, dtype=np.bool_)
-
-
 def store_calibration(folder: Path, calibration: ModelCalibration, *, fitted_on: str) -> list[str]:
     """Write calibrator and threshold into a model's folder and mention them in its card.
 
-    A threshold of an earlier calibrator is deleted first: a kill leaves none, and never one without its calibrator.
+    The threshold of an earlier calibrator is deleted first, so that a kill cannot leave it next to the new calibrator.
 
     Args:
         folder: The model's folder.
-        calibration: What to store.
+        calibration: The calibrator, and the threshold if there is one.
         fitted_on: Name of the file it was fitted on.
 
     Returns:
@@ -340,16 +370,17 @@ def store_calibration(folder: Path, calibration: ModelCalibration, *, fitted_on:
 
 
 def _write_card_section(card: Path, calibration: ModelCalibration) -> None:
-    """Add the section on calibration to a model card, or replace an earlier one."""
+    """Put the section on calibration into a model card: in the place of an earlier one, else at the end."""
     text = card.read_text(encoding="utf-8") if card.exists() else ""
-    before, _, rest = text.partition(CARD_START)
-    _, _, after = rest.partition(CARD_END)
+    before, _, from_section_on = text.partition(CARD_START)  # without an earlier section, all text is before
+    _, _, after = from_section_on.partition(CARD_END)
     section = "\n".join([CARD_START, *_describe_calibration(calibration), CARD_END])
     parts = [part.strip() for part in (before, section, after) if part.strip()]
     write_text(card, "\n\n".join(parts) + "\n")
 
 
 def _describe_calibration(calibration: ModelCalibration) -> Iterator[str]:
+    """Yield the lines of the section on calibration, in Markdown."""
     fitted = calibration.fitted
     threshold = calibration.threshold
     yield "## Calibrated confidence"

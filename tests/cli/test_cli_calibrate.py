@@ -145,7 +145,7 @@ def test_an_answer_that_was_not_parsed_has_no_confidence(tmp_path: Path) -> None
     assert [logprobs for logprobs, _, _ in labels] == [row["label_logprobs"] for row in data]
     rows = [{**row, "confidence": 0.1 if row["label"] else 0.0, "correct": False} for row in data]
     answers = read_confidences(write_lines(tmp_path / "b.jsonl", rows), ColumnNames())
-    calibrated = Fitted(Temperature(tau=2.0), "labels").confidences(answers, ColumnNames())
+    calibrated = Fitted(Temperature(tau=2.0), "labels").calibrate_answers(answers, ColumnNames())
     assert calibrated.tolist() == [pytest.approx(1 / (1 + exp(0.9)), abs=1e-12), 0.0]
 
 

@@ -93,9 +93,9 @@ def fit(
         target = None
         if target_risk is not None:
             target = RiskTarget(target_risk, round(1.0 - confidence_level, 9))
-        found = fit_model(file, method, source, names, columns.unparsed, target)
-        _show_model_fit(found, file, seed)
-        written = store_calibration(model, found.calibration, fitted_on=file.name)
+        model_fit = fit_model(file, kind=method, on=source, names=names, unparsed=columns.unparsed, target=target)
+        _show_model_fit(model_fit, file, seed)
+        written = store_calibration(model, model_fit.calibration, fitted_on=file.name)
         say(f"Wrote {', '.join(written)} in {model}.")
         return
     if out is None:
@@ -106,7 +106,7 @@ def fit(
     fitted, answers = fit_file(file, method, source, names, columns.unparsed, out)
     console.warn_few(len(answers), file, "a calibrator follows single answers")
     _warn_of_range_end(file, fitted.calibrator)
-    _print_before_and_after(answers, fitted.confidences(answers, names), seed)
+    _print_before_and_after(answers, fitted.calibrate_answers(answers, names), seed)
     _print_parameters(fitted.calibrator)
     say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
     say(f"Next: catto calibrate apply {quote(str(out))} test.jsonl --out calibrated.jsonl")
