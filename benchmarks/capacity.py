@@ -128,7 +128,7 @@ class Capacity(PlanEstimate):
         """Bound the tokens of the held-out pairs that a stage scores."""
         pairs = stage.needs["pairs"]
         asked = self.count_questions(pairs.needs["questions"])
-        per_question: int = pairs.settings.asked.teacher.pairs_per_question
+        per_question: int = pairs.settings.asked.sampling.pairs_per_question
         return 2 * self.recipe.context * asked * per_question
 
     def batch(self, settings: TrainSettings) -> int:

@@ -36,6 +36,7 @@ from catto.recipe.settings import TeacherSettings
 from catto.records import PreferenceRow, Question, Response, SftRow
 from catto.teacher import dry_run
 from catto.teacher.responses import Requests, draw_sampling
+from catto.teacher.sampling import ModelSampling
 
 
 @pytest.fixture(autouse=True)
@@ -341,12 +342,32 @@ def test_an_engine_that_leaves_requests_unanswered_is_an_error(tmp_path: Path) -
         teach(questions(2), Lazy({}), TeacherSettings(n=4), tmp_path)
 
 
-def test_only_the_train_split_is_asked_and_ids_are_unique(tmp_path: Path) -> None:
+def test_questions_of_every_split_are_asked_and_ids_are_unique(tmp_path: Path) -> None:
     train, *others = questions(3)
-    held_out = [question.model_copy(update={"split": "test"}) for question in others]
-    given_yield = teach([train, *held_out], scripted("AAAA"), TeacherSettings(n=4), tmp_path / "a")
-    assert given_yield.questions == 1
+    held_out = [question.model_copy(update={"split": "validation"}) for question in others]
+    given_yield = teach([train, *held_out], scripted("AAAA", "AAAA", "AAAA"), TeacherSettings(n=4), tmp_path / "a")
+    assert given_yield.questions == 3
     with pytest.raises(ValueError, match="'q0' occurs more than once"):
         teach([train, train], scripted("AAAA"), TeacherSettings(n=4), tmp_path / "b")
-    with pytest.raises(ValueError, match="no question of the train split"):
-        teach(held_out, scripted("AAAA"), TeacherSettings(n=4), tmp_path / "c")
+    with pytest.raises(ValueError, match="no question to ask"):
+        teach([], scripted("AAAA"), TeacherSettings(n=4), tmp_path / "c")
+
+
+def test_files_do_not_depend_on_the_split(tmp_path: Path) -> None:
+    """Validation questions were once asked as training questions, and such a run still resumes."""
+    held_out = [question.model_copy(update={"split": "validation"}) for question in questions(2)]
+    labels = ("AAAB", "BBBA")
+    with pytest.raises(ServerError):
+        teach(questions(2), Scripted(scripted(*labels).labels, fail_after=5), TeacherSettings(n=4), tmp_path / "a")
+    teach(held_out, scripted(*labels), TeacherSettings(n=4), tmp_path / "a")
+    teach(questions(2), scripted(*labels), TeacherSettings(n=4), tmp_path / "b")
+    for path in (tmp_path / "b").glob("*.json*"):
+        assert (tmp_path / "a" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_sampled_model_has_the_hashes_of_a_teacher_without_a_source() -> None:
+    sampled = ModelSampling(n=2, temperature=(1.0, 1.0), max_tokens=64, reasoning=True, seed=3)
+    settings = TeacherSettings(n=2, temperature=(1.0, 1.0), max_tokens=64, reasoning=True, seed=3)
+    # As texts: the order of the fields is that of the manifests.
+    assert json.dumps(sampled.response_settings()) == json.dumps(settings.response_settings())
+    assert json.dumps(sampled.row_settings()) == json.dumps(settings.row_settings())

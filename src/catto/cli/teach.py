@@ -96,5 +96,4 @@ def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, retr
         questions = read_questions(stage_dir(root, asked) / f"{stage.settings.split}.jsonl")
     else:
         questions, _ = load_split(asked.settings)
-    as_training = [question.model_copy(update={"split": "train"}) for question in questions]  # which alone are asked
-    return teacher.dry_run(as_training, None, settings, stored, retry_refused=retry_refused)
+    return teacher.dry_run(questions, None, settings, stored, retry_refused=retry_refused)

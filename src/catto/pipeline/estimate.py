@@ -276,7 +276,7 @@ class PlanEstimate:
             outcome = stage.settings.outcome
             if outcome is not None and outcome.questions:
                 questions = min(questions, outcome.questions)
-            return questions * stage.settings.teacher.n
+            return questions * stage.settings.sampling.n
         questions = self.count_questions(stage.needs["held_out"])
         if stage.settings.limit:
             questions = min(questions, stage.settings.limit)

@@ -56,6 +56,7 @@ from catto.report import VERSION
 from catto.tasks import TASKS, witnesses
 from catto.tasks.loading import find_rows
 from catto.teacher.pairing import Kind
+from catto.teacher.sampling import ModelSampling
 
 # Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
 WHOLE = 2**28
@@ -203,7 +204,7 @@ class Graph:
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
         settings = ResponseSettings(
-            teacher=teacher,
+            sampling=teacher,
             split=questions.settings.split,
             prompts=self._generating_of(questions.settings.task).prompts,
             contents=self._teacher,
@@ -237,19 +238,21 @@ class Graph:
         samples: int = 1,
         kinds: tuple[Kind, ...] = ("outcome",),
     ) -> Stage:
-        """Rows of sampled responses, usually one per question: the model is asked as a teacher would be."""
+        """Rows of responses that are sampled from a model, usually one per question.
+
+        outcome: where the rows are the stream that `outcome` learns from; None where they monitor a training.
+        """
         generating = self._generating_of(model.settings.task)
         temperature = 1.0 if outcome is None else outcome.temperature
-        teacher = TeacherSettings(
+        sampling = ModelSampling(
             n=samples,
             temperature=(temperature, temperature),
             max_tokens=generating.evaluation.max_tokens,
             reasoning=generating.reasoning,
             seed=model.settings.seed,
-            concurrency=generating.evaluation.batch_size,
         )
         settings = ResponseSettings(
-            teacher=teacher,
+            sampling=sampling,
             split=split,
             prompts=generating.prompts,
             contents=None,

@@ -16,9 +16,9 @@ from pydantic import Field
 from catto.engines import model_name
 from catto.engines.replies import count_reasons
 from catto.prompts import JUDGEMENT_LABELS, render_completion, render_judgement, render_messages
-from catto.recipe.settings import TeacherSettings
 from catto.records import Message, PreferenceRow, Question, Record, Refusal, Response, SftRow, content_hash
 from catto.tasks.readings import judge_sum, state_confidence
+from catto.teacher.sampling import AskSettings
 
 EXAMPLES = 3  # responses that a summary shows
 
@@ -58,7 +58,7 @@ class AnsweredQuestion(NamedTuple):
         return tuple(response for response in self.responses if not response.correct)
 
 
-def sft_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
+def sft_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
     """Yield a row for every correct response; without reasoning only one, since the others have the same text.
 
     The teacher of the world of readings also teaches to state a confidence and to judge an answer.
@@ -74,7 +74,7 @@ def sft_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[Sft
         yield from _correct_judgements(group, settings)
 
 
-def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
+def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings: AskSettings) -> SftRow:
     """Return the row of a response of the world of readings, asked for a confidence too."""
     assert response.label is not None
     prompt = render_messages(group.question, reasoning=settings.reasoning, confidence=True)
@@ -84,7 +84,7 @@ def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings
     return SftRow(**group.columns | {"prompt": prompt}, completion=(stated,), label=response.label)
 
 
-def _correct_judgements(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
+def _correct_judgements(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
     """Yield what the teacher of the world of readings rightly says of its own answers, right or wrong."""
     for response in group.responses:
         if response.label is None:
@@ -94,7 +94,7 @@ def _correct_judgements(group: AnsweredQuestion, settings: TeacherSettings) -> I
             yield judgement_row(group, response, settings)
 
 
-def outcome_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
+def outcome_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
     """Yield a row for every response, right or wrong; for a question without options, one that judges the answer."""
     for response in group.responses:
         if group.question.has_labels:
@@ -103,7 +103,7 @@ def outcome_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator
             yield judgement_row(group, response, settings)
 
 
-def judgement_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
+def judgement_row(group: AnsweredQuestion, response: Response, settings: AskSettings) -> SftRow:
     """Return a row whose prompt asks whether a response's answer is right, and whose labels are True and False."""
     assert response.label is not None
     prompt = render_judgement(group.question, response.label, reasoning=settings.reasoning)
@@ -114,7 +114,7 @@ def judgement_row(group: AnsweredQuestion, response: Response, settings: Teacher
     return SftRow(**columns, completion=completion, label=label)
 
 
-def stream_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[SftRow]:
+def stream_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
     """Yield one row with the first response, right or wrong, and the votes of all.
 
     The votes are the share of each label among the responses that have one; None if none has.
@@ -139,7 +139,7 @@ class ResponsePair(NamedTuple):
     rejected: Response
 
 
-def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[PreferenceRow]:
+def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[PreferenceRow]:
     """Yield `pairs_per_question` pairs of a correct and a labelled wrong response, unless the question is dropped.
 
     Pairs are drawn without replacement, in the order of a hash: the same on every machine and Python.
@@ -166,14 +166,14 @@ def preference_rows(group: AnsweredQuestion, settings: TeacherSettings) -> Itera
         )
 
 
-def response_records(group: AnsweredQuestion, settings: TeacherSettings) -> Iterator[Response]:
+def response_records(group: AnsweredQuestion, settings: AskSettings) -> Iterator[Response]:
     """Yield the responses themselves."""
     return iter(group.responses)
 
 
 Kind = Literal["sft", "preferences", "outcome", "stream"]
 # Name of a file -> what a question contributes to it.
-ROWS: dict[str, Callable[[AnsweredQuestion, TeacherSettings], Iterator[Record]]] = {
+ROWS: dict[str, Callable[[AnsweredQuestion, AskSettings], Iterator[Record]]] = {
     "responses": response_records,
     "sft": sft_rows,
     "preferences": preference_rows,
@@ -182,7 +182,7 @@ ROWS: dict[str, Callable[[AnsweredQuestion, TeacherSettings], Iterator[Record]]]
 }
 
 
-def explain_no_pair(group: AnsweredQuestion, settings: TeacherSettings) -> str | None:
+def explain_no_pair(group: AnsweredQuestion, settings: AskSettings) -> str | None:
     """Return why a question gives no pair; None if it gives one."""
     if not group.right:
         return "no correct"
@@ -195,11 +195,11 @@ def explain_no_pair(group: AnsweredQuestion, settings: TeacherSettings) -> str |
     return None
 
 
-def _make_sft_row(group: AnsweredQuestion, response: Response, settings: TeacherSettings) -> SftRow:
+def _make_sft_row(group: AnsweredQuestion, response: Response, settings: AskSettings) -> SftRow:
     return SftRow(**group.columns, completion=_render_turn(response, settings), label=response.label)
 
 
-def _render_turn(response: Response, settings: TeacherSettings) -> tuple[Message, ...]:
+def _render_turn(response: Response, settings: AskSettings) -> tuple[Message, ...]:
     """Render the response in its one form, with a thinking block exactly where the prompt asks for one."""
     reasoning = None
     if settings.reasoning:
@@ -286,7 +286,7 @@ def _judge(response: Response) -> str:
 class _YieldCounter:
     """Counts of all answered questions so far, one `add` per question."""
 
-    def __init__(self, settings: TeacherSettings) -> None:
+    def __init__(self, settings: AskSettings) -> None:
         self.settings = settings
         self.kept = 0
         self.dropped = Counter[str]()
@@ -334,7 +334,7 @@ class _YieldCounter:
 def count_yield(
     questions: Sequence[Question],
     groups: Iterable[AnsweredQuestion],
-    settings: TeacherSettings,
+    settings: AskSettings,
     refused: Sequence[Refusal] = (),
 ) -> Yield:
     """Count what the responses gave.
@@ -342,7 +342,7 @@ def count_yield(
     Args:
         questions: All questions that were to be asked.
         groups: The questions with responses.
-        settings: Settings of the teacher.
+        settings: How the responses were sampled, and which questions give pairs.
         refused: The refused requests.
 
     Returns:

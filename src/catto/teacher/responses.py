@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from catto.answer.forms import VERSION
+from catto.answer import forms
 from catto.answer.response import find_answer_text, parse_answer
 from catto.answer.short_answers import is_right_answer
 from catto.engines import Engine, Generation, Request
@@ -28,6 +28,7 @@ from catto.prompts import asked_hash, check_ids, render_messages
 from catto.recipe.settings import TeacherSettings
 from catto.records import Key, Manifest, Question, Record, Refusal, Response, content_hash
 from catto.teacher.pairing import ROWS, AnsweredQuestion, Kind, Yield, count_yield
+from catto.teacher.sampling import AskSettings
 from catto.teacher.sources import StoredResponses, open_source
 
 GENERATIONS = "generations.jsonl"
@@ -54,25 +55,30 @@ Progress = Callable[[int, int], None]
 def ask(
     questions: Iterable[Question],
     source: Engine | None,
-    settings: TeacherSettings,
+    settings: AskSettings,
     out: Path,
     progress: Progress | None = None,
     *,
     may_be_empty: bool = False,
 ) -> None:
-    """Collect n responses to every training question, unread, in `out`/generations.jsonl with its manifest.
+    """Collect n responses to every question, unread, in `out`/generations.jsonl with its manifest.
 
     A run that was killed resumes from generations.part.jsonl and asks only for what is missing; a finished one asks
     nothing. Requests that the server refuses for good go into refused.jsonl with the reason and are left out, until
     `forget_refusals`. Too many of them (`settings.max_refused`) raise ServerError.
 
     Args:
-        questions: The questions; only those of the train split are asked.
+        questions: The questions, of whatever split.
         source: Who is asked; None for the source that the settings name, opened only if something is to be asked.
-        settings: Settings of the teacher.
+        settings: Settings of the teacher, or how a trained model is sampled, which is then the `source`.
         out: The folder to write to.
         progress: Called with the number of responses so far and the total.
         may_be_empty: Whether stored responses may answer none of the questions.
+
+    Raises:
+        ValueError: There is no question, two have the same id, or no source is named or given.
+        ServerError: Too many requests are refused.
+        DataError: `out` holds the responses of other settings or questions.
 
     >>> import tempfile
     >>> from catto.tasks import load_questions
@@ -82,16 +88,16 @@ def ask(
     >>> write_rows(questions, settings, out / GENERATIONS, out).rows["outcome"]
     20
     """
-    training = training_questions(questions)
+    asked = check_questions(questions)
     with hold_lock(out / LOCK):
-        journal = _make_journal(training, source, settings, out)
+        journal = _make_journal(asked, source, settings, out)
         if not journal.finished():
             if source is None:
-                source = open_source(settings, training, may_be_empty=may_be_empty)
+                source = open_source(settings, asked, may_be_empty=may_be_empty)
             with journal:
-                _ask_missing(journal, source, Requests(training, settings), progress)
+                _ask_missing(journal, source, Requests(asked, settings), progress)
                 _publish_generations(journal, source, settings)
-        journal.remove()
+        journal.remove()  # of a run that was killed after it had published
 
 
 def _ask_missing(journal: Journal[Generation], source: Engine, requests: Requests, progress: Progress | None) -> None:
@@ -105,7 +111,7 @@ def _ask_missing(journal: Journal[Generation], source: Engine, requests: Request
             progress(len(journal.places), len(journal.keys))
 
 
-def _publish_generations(journal: Journal[Generation], source: Engine, settings: TeacherSettings) -> None:
+def _publish_generations(journal: Journal[Generation], source: Engine, settings: AskSettings) -> None:
     answered = len(journal.places) - len(journal.refused)
     RefusalCap.check_some(answered, journal.refused.values())
     # Stored responses come without the temperature and seed that are drawn for a request, and may be fewer.
@@ -127,11 +133,11 @@ def _publish_generations(journal: Journal[Generation], source: Engine, settings:
 class Requests:
     """The requests of a run, question by question, made whenever they are read: a million of them take no memory."""
 
-    training: Sequence[Question]
-    settings: TeacherSettings
+    questions: Sequence[Question]
+    settings: AskSettings
 
     def __iter__(self) -> Iterator[Request]:
-        for question in self.training:
+        for question in self.questions:
             prompt = render_messages(question, reasoning=self.settings.reasoning)
             for sample in range(self.settings.n):
                 sampling = draw_sampling(self.settings, question.id, sample)
@@ -152,7 +158,7 @@ class DrawnSampling(NamedTuple):
     seed: int
 
 
-def draw_sampling(settings: TeacherSettings, question: str, sample: int) -> DrawnSampling:
+def draw_sampling(settings: AskSettings, question: str, sample: int) -> DrawnSampling:
     """Draw the temperature, uniform in the settings' range, and the seed (31 bits) of a sample.
 
     Both come from a hash, so they do not depend on the order of the requests.
@@ -165,13 +171,13 @@ def draw_sampling(settings: TeacherSettings, question: str, sample: int) -> Draw
     return DrawnSampling(round(temperature, 4), seed)
 
 
-def training_questions(questions: Iterable[Question]) -> list[Question]:
-    """Return the questions of the train split, which alone are asked; ValueError if there is none or an id repeats."""
-    training = [question for question in questions if question.split == "train"]
-    check_ids(training)
-    if not training:
-        raise ValueError("no question of the train split")
-    return training
+def check_questions(questions: Iterable[Question]) -> list[Question]:
+    """Return the questions as a list; ValueError if there is none or an id repeats."""
+    listed = list(questions)
+    check_ids(listed)
+    if not listed:
+        raise ValueError("no question to ask")
+    return listed
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -179,7 +185,7 @@ def training_questions(questions: Iterable[Question]) -> list[Question]:
 
 def write_rows(
     questions: Iterable[Question],
-    settings: TeacherSettings,
+    settings: AskSettings,
     generations: Path,
     out: Path,
     kinds: Iterable[Kind] = ("sft", "preferences", "outcome"),
@@ -190,29 +196,34 @@ def write_rows(
 
     Args:
         questions: The questions that were asked.
-        settings: Settings of the teacher.
+        settings: The settings that `ask` was called with.
         generations: The file that `ask` wrote.
         out: The folder to write to.
         kinds: The kinds of rows.
 
     Returns:
         A summary of what the responses gave.
+
+    Raises:
+        ValueError: There is no question, two have the same id, or a response is to none of them.
+        DataError: The file or its manifest cannot be read.
     """
-    training = training_questions(questions)
-    asked = read_manifest(generations)
+    asked = check_questions(questions)
+    generations_manifest = read_manifest(generations)
     row_kinds = tuple(kinds)
     paths = {name: out / f"{name}.jsonl" for name in ("responses", *row_kinds)}
     with hold_lock(out / LOCK):
         groups = answered_questions(
-            training, read_records(generations, Generation), settings, drawn=asked.notes["drawn"]
+            asked, read_records(generations, Generation), settings, drawn=generations_manifest.notes["drawn"]
         )
         with ExitStack() as stack:
             outputs: dict[str, IO[str]] = {}
             for name, path in paths.items():
                 outputs[name] = stack.enter_context(atomic.replace_file(path))
             writer = _RowWriter(settings, paths, outputs)
-            summary = count_yield(training, writer.write_groups(groups), settings, refusals(generations.parent))
-        _write_manifests(asked, summary, writer, questions=len(training))
+            # Counting drives the writer: it pulls one group after the other through it.
+            summary = count_yield(asked, writer.write_groups(groups), settings, refusals(generations.parent))
+        _write_manifests(generations_manifest, summary, writer, questions=len(asked))
     rows = {kind: writer.written[kind] for kind in row_kinds}
     return summary.model_copy(update={"rows": rows})
 
@@ -228,7 +239,7 @@ class _RowWriter:
         temperature_ignored: Number of responses from servers that are known to ignore the temperature.
     """
 
-    settings: TeacherSettings
+    settings: AskSettings
     paths: Mapping[str, Path]
     outputs: Mapping[str, IO[str]]
     written: Counter[str] = field(default_factory=Counter)
@@ -247,11 +258,15 @@ class _RowWriter:
             yield group
 
 
-def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, questions: int) -> None:
-    """Write the manifest of every file; `asked` is that of the generations."""
+def _write_manifests(generations_manifest: Manifest, summary: Yield, writer: _RowWriter, *, questions: int) -> None:
+    """Write the manifest of every file that the writer wrote.
+
+    Responses depend on the generations and the parser; rows also on the settings that choose them.
+    """
     settings = writer.settings
-    parsed_hash = content_hash([asked.recipe_hash, VERSION])
-    rows_hash = content_hash([parsed_hash, settings.row_settings()])
+    parser_version = forms.VERSION
+    responses_hash = content_hash([generations_manifest.recipe_hash, parser_version])
+    rows_hash = content_hash([responses_hash, settings.row_settings()])
     for name, path in writer.paths.items():
         if name == "responses":
             manifest = _make_manifest(
@@ -262,11 +277,11 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
                     "unparsed": summary.unparsed,
                     "temperature_ignored": writer.temperature_ignored,
                     "other_model": sum(summary.other_models.values()),
-                    "refused": asked.counts["refused"],
+                    "refused": generations_manifest.counts["refused"],
                 },
                 settings=settings,
-                recipe=parsed_hash,
-                notes={**asked.notes, "parser": VERSION},
+                recipe=responses_hash,
+                notes={**generations_manifest.notes, "parser": parser_version},
             )
         else:
             manifest = _make_manifest(
@@ -280,14 +295,14 @@ def _write_manifests(asked: Manifest, summary: Yield, writer: _RowWriter, *, que
 
 
 def _make_manifest(
-    kind: str, *, counts: dict[str, int], settings: TeacherSettings, recipe: str | None, notes: dict[str, Any]
+    kind: str, *, counts: dict[str, int], settings: AskSettings, recipe: str | None, notes: dict[str, Any]
 ) -> Manifest:
     versions = record_files.library_versions("httpx2", "pydantic", "transformers", "torch")
     return Manifest(kind=kind, counts=counts, recipe_hash=recipe, seed=settings.seed, versions=versions, notes=notes)
 
 
 def answered_questions(
-    questions: Iterable[Question], generations: Iterable[Generation], settings: TeacherSettings, *, drawn: bool
+    questions: Iterable[Question], generations: Iterable[Generation], settings: AskSettings, *, drawn: bool
 ) -> Iterator[AnsweredQuestion]:
     """Parse generations, sorted by question, and join them to their questions.
 
@@ -379,14 +394,14 @@ def dry_run(
     """Count what `ask` would still ask, without asking or writing.
 
     Args:
-        questions: The questions; only those of the train split are asked.
+        questions: The questions, of whatever split.
         source: Who would be asked; None for the source that the settings name.
         settings: Settings of the teacher.
         out: The folder that `ask` would write to; None for a new one.
         retry_refused: Whether refused requests are asked again.
     """
-    training = training_questions(questions)
-    journal = _make_journal(training, source, settings, out or Path())
+    asked = check_questions(questions)
+    journal = _make_journal(asked, source, settings, out or Path())
     stored: set[Key] = set()
     refused: set[Key] = set()
     if out is not None:
@@ -405,11 +420,11 @@ def dry_run(
             question_id, _ = key
             requests_left[question_id] += 1
     characters = 0
-    for question in training:
+    for question in asked:
         for message in render_messages(question, reasoning=settings.reasoning):
             characters += requests_left[question.id] * len(message.content)
     return Estimate(
-        questions=len(training),
+        questions=len(asked),
         requests=requests_left.total(),
         stored=len(stored),
         refused=len(refused),
@@ -423,12 +438,10 @@ def dry_run(
 
 
 def _make_journal(
-    training: Sequence[Question], source: Engine | None, settings: TeacherSettings, out: Path
+    questions: Sequence[Question], source: Engine | None, settings: AskSettings, out: Path
 ) -> Journal[Generation]:
     """Make the journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
-    prompts_hash = asked_hash(
-        (question, render_messages(question, reasoning=settings.reasoning)) for question in training
-    )
+    prompts_hash = _hash_prompts(questions, reasoning=settings.reasoning)
     if settings.model:
         model: str | None = settings.model
     elif source is not None:
@@ -436,13 +449,24 @@ def _make_journal(
     else:
         model = settings.source
     # Stored responses with labels of their own are checked by the parser as they are read, at no cost.
-    parser = VERSION if settings.source == "responses" else None
-    recipe = content_hash([settings.response_settings(), model, prompts_hash, parser])
-    return _journal_in(out, recipe, _request_keys(training, settings.n))
+    is_parsed_when_read = settings.source == "responses"
+    parser_version = forms.VERSION if is_parsed_when_read else None
+    recipe = content_hash([settings.response_settings(), model, prompts_hash, parser_version])
+    return _journal_in(out, recipe, _request_keys(questions, settings.n))
 
 
-def _request_keys(training: Sequence[Question], samples: int) -> Iterator[Key]:
-    for question in training:
+def _hash_prompts(questions: Iterable[Question], *, reasoning: bool) -> str:
+    """Hash the questions and the messages that ask them, whatever their split.
+
+    Every question is hashed as one of the split "train": no response depends on the split, and the journals and
+    manifests of earlier runs hold this hash.
+    """
+    as_training = (question.model_copy(update={"split": "train"}) for question in questions)
+    return asked_hash((question, render_messages(question, reasoning=reasoning)) for question in as_training)
+
+
+def _request_keys(questions: Sequence[Question], samples: int) -> Iterator[Key]:
+    for question in questions:
         for sample in range(samples):
             yield question.id, sample
 

@@ -15,21 +15,28 @@ from catto.formats.columns import text_of
 from catto.io.tables import read_hub, read_rows
 from catto.io.text_files import SUFFIXES, find_suffix
 from catto.prompts import render_completion, render_messages
-from catto.recipe.settings import ResponseFields, TeacherSettings
+from catto.recipe.settings import ResponseFields
 from catto.records import Question
 from catto.redaction import secret_texts
 from catto.tasks.readings import respond_with_sum
 from catto.tasks.witnesses import respond
+from catto.teacher.sampling import AskSettings
 
 
-def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may_be_empty: bool = False) -> Engine:
+def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_empty: bool = False) -> Engine:
     """Open the source that the settings name. A source is an engine of which only `generate` is used.
 
     Args:
         settings: Settings of the teacher.
         questions: The questions that will be asked.
         may_be_empty: Whether stored responses may answer none of the questions.
+
+    Raises:
+        ValueError: The settings name no source, or a local model without its name.
+        DataError: Stored responses cannot be read, or answer none of the questions.
     """
+    if settings.source is None:
+        raise ValueError("source: the settings name none, and none was given")
     match settings.source:
         case "server":
             from catto.engines.server import ServerEngine
@@ -56,7 +63,6 @@ def open_source(settings: TeacherSettings, questions: Sequence[Question], *, may
             return BuiltInTeacher(settings.source, questions)
         case "responses":
             return StoredResponses(settings.responses or "", settings.fields, questions, may_be_empty=may_be_empty)
-    raise ValueError("source: the settings name none, and none was given")
 
 
 class BuiltInTeacher(Engine):

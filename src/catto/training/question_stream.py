@@ -24,12 +24,12 @@ from catto.io.record_files import read_records
 from catto.io.text_files import parse_object, read_lines
 from catto.predict import generate, read
 from catto.prompts import prompt_ids, render_messages
-from catto.recipe.settings import TeacherSettings
 from catto.records import SPLITS, Question, SftRow, content_hash
 from catto.tasks import from_file, load_questions
 from catto.tasks.own_file import propose, task_name
 from catto.teacher import ask, write_rows
 from catto.teacher.responses import GENERATIONS
+from catto.teacher.sampling import ModelSampling
 from catto.training.batches import Row
 from catto.training.config import CATTOConfig
 from catto.training.examples import Example, Label, make_examples
@@ -187,16 +187,15 @@ def sample_judgements(
     if settings["k"] > 1:
         raise ValueError("outcome_target: votes are of labels, and the calibration questions have no options")
     temperature = settings["temperature"]
-    teacher = TeacherSettings(
+    sampling = ModelSampling(
         n=1,
         temperature=(temperature, temperature),
         max_tokens=settings["max_tokens"],
         reasoning=settings["reasoning"],
         seed=settings["seed"],
     )
-    asked = [question.model_copy(update={"split": "train"}) for question in questions]  # `ask` takes no other split
-    ask(asked, engine, teacher, folder)
-    write_rows(asked, teacher, folder / GENERATIONS, folder, ["outcome"])
+    ask(questions, engine, sampling, folder)
+    write_rows(questions, sampling, folder / GENERATIONS, folder, ["outcome"])
     rows = list(read_records(folder / "outcome.jsonl", SftRow))
     if not rows:
         raise ValueError("calibration_questions: no response of the start model gives an answer")

@@ -8,33 +8,40 @@ from typing import Any, ClassVar
 from catto.pipeline.kinds.generating import Generating, open_model_engine
 from catto.pipeline.kinds.questions import read_questions
 from catto.pipeline.stage import StageSettings, Work
-from catto.recipe.settings import OutcomeSettings, TeacherSettings
+from catto.recipe.settings import OutcomeSettings
 from catto.records import Question, Split
 from catto.tasks.splits import digest
 from catto.teacher import ask
+from catto.teacher.sampling import AskSettings
 
 
 @dataclass(frozen=True)
 class ResponseSettings(StageSettings):
     """Responses that become rows: the teacher's or, with `generating`, samples of a trained model."""
 
-    teacher: TeacherSettings
+    sampling: AskSettings
     split: Split
-    prompts: str
+    prompts: str  # fingerprint of their wording
     contents: str | None  # hash of the local files that are read
-    parser: int | None  # where responses are stored with labels, which are compared with what is read
+    parser: int | None  # its version, where stored responses have labels, which are compared with what is read
     generating: Generating | None
     outcome: OutcomeSettings | None  # of the stream that `outcome` learns from
 
     # Which questions are held out is known from the stage that gives them.
-    # How many responses votes are counted of is the teacher's n.
+    # How many responses votes are counted of is n of `sampling`.
     excluded: ClassVar = {
         "outcome": frozenset({"score", "rows_per_pair", "held_out", "target", "samples", "source"}),
     }
 
     def key_fields(self) -> dict[str, Any]:
-        """Leave out how the teacher is reached and which rows are picked."""
-        return {**super().key_fields(), "teacher": self.teacher.response_settings()}
+        """Leave out how the teacher is reached and which rows are picked.
+
+        `sampling` is hashed as `teacher`, its name when the first keys were made.
+        """
+        values = super().key_fields()
+        del values["sampling"]
+        values["teacher"] = self.sampling.response_settings()
+        return values
 
 
 def run_responses(work: Work[ResponseSettings]) -> None:
@@ -48,16 +55,21 @@ def run_responses(work: Work[ResponseSettings]) -> None:
     ask(
         select_questions(work, settings),
         source,
-        settings.teacher,
+        settings.sampling,
         work.out,
         lambda n, total: work.progress(n, total, unit),
-        # A file of responses to the training questions alone has no held-out pairs, which is no error.
+        # A file of stored responses may answer the training questions alone: then there are no held-out pairs.
         may_be_empty=settings.split == "validation",
     )
 
 
 def select_questions(work: Work[Any], settings: ResponseSettings) -> list[Question]:
-    """Return the questions that are asked; `teacher` asks those of the train split, so all are given as such."""
+    """Return the questions that are asked: those of the split or, for the outcome stream, a sample of them.
+
+    Args:
+        work: The stage of the responses, or that of their rows: both need the same questions.
+        settings: Settings of the responses.
+    """
     questions = read_questions(work.input("questions") / f"{settings.split}.jsonl")
     limit = None
     if settings.outcome is not None:
@@ -65,10 +77,10 @@ def select_questions(work: Work[Any], settings: ResponseSettings) -> list[Questi
         if settings.outcome.held_out:
             trained_on = read_questions(work.input("trained_on") / f"{settings.split}.jsonl")
             questions = _leave_out(questions, trained_on, at_least=limit or 0)
-    are_generated = any(question.posterior is not None for question in questions)
-    if limit is not None and not are_generated:
+    are_drawn_in_order = any(question.posterior is not None for question in questions)  # of a built-in world
+    if limit is not None and not are_drawn_in_order:
         questions = _shuffle_questions(questions, seed=work.stage.needs["questions"].settings.seed)
-    return [question.model_copy(update={"split": "train"}) for question in questions[:limit]]
+    return questions[:limit]
 
 
 def _leave_out(questions: list[Question], trained_on: list[Question], *, at_least: int) -> list[Question]:

@@ -24,7 +24,7 @@ class RowSettings(StageSettings):
     def key_fields(self) -> dict[str, Any]:
         """Add how rows are picked."""
         unpicked = self.kinds in (("outcome",), ("stream",))
-        picked = None if unpicked else self.asked.teacher.row_settings()
+        picked = None if unpicked else self.asked.sampling.row_settings()
         return {**super().key_fields(), "picked": picked}
 
 
@@ -34,6 +34,6 @@ def run_rows(work: Work[RowSettings]) -> None:
     kinds = work.settings.kinds
     questions = select_questions(work, asked)
     responses = work.input("responses") / GENERATIONS
-    summary = write_rows(questions, asked.teacher, responses, work.out, kinds)
+    summary = write_rows(questions, asked.sampling, responses, work.out, kinds)
     if "preferences" in kinds:  # the teacher's, which `catto teach` prints
         write_json(work.out / "yield.json", summary.model_dump(mode="json"))
