@@ -84,7 +84,7 @@ def _make_answer(
     logsumexp: dict[str, float] | None = None,
 ) -> Answer:
     """Make an answer with the probability of its label, never renormalised."""
-    label_logprobs = None
+    label_logprobs = None  # unless it is known of every label
     if all(name in logprobs for name in question.labels):
         label_logprobs = {name: logprobs[name] for name in question.labels}
     confidence = min(1.0, math.exp(logprobs[label]))  # float64 may round log 1 to 1e-17
@@ -169,10 +169,12 @@ def close_token_ids(
             return closed
         if not kept_ids:
             return None
+        # Closing the shorter response may need more tokens than before, so it is measured again.
         kept_ids = kept_ids[: max(0, len(kept_ids) - int(excess))]
 
 
 def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> LabelPosition:
+    """Close a response of any length, and keep the ids of its text wherever they can be cut at the right character."""
     text = decode_ids(tokenizer, ids)
     closed = close_response(text, labels)
     first_dropped = TokenStart(token_index=len(ids), begin=closed.kept)
@@ -182,12 +184,12 @@ def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> L
         # A token with kept and dropped characters is dropped; its kept characters are written again.
         kept_of_dropped = text[first_dropped.begin : closed.kept]
         opening = encode_opening(tokenizer, kept_of_dropped + closed.ending, labels)
-        before = ids[: first_dropped.token_index]
+        kept_ids = ids[: first_dropped.token_index]
     except ValueError:
         # Tokens whose text cannot be cut, or a torn word that changes how the labels are written: encode it again.
         opening = encode_opening(tokenizer, closed.ending, labels)
-        before = encode_continuation(tokenizer, text[: closed.kept])
-    return opening._replace(ids=(*before, *opening.ids))
+        kept_ids = encode_continuation(tokenizer, text[: closed.kept])
+    return opening._replace(ids=(*kept_ids, *opening.ids))
 
 
 # From token ids
@@ -215,6 +217,13 @@ def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 
 
 def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
+    """Turn the scores of a label's tokens into an answer; without a written label the most probable one is taken.
+
+    Args:
+        question: The question.
+        position: Where the label is, and the tokens of every label there.
+        scores: The scores of all points that `position` lists.
+    """
     logprobs_after = {}
     for point, score in scores.items():
         logprobs_after[point.prefix] = dict(zip(point.candidates, score.logprobs, strict=True))
@@ -229,7 +238,8 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
     if answered is None:
         answered = max(question.labels, key=lambda name: logprobs[name])
     logsumexp = None
-    if len(scores) == 1:
+    has_one_point = len(scores) == 1  # with several, no single logsumexp belongs to the label
+    if has_one_point:
         (score,) = scores.values()
         logsumexp = score.logsumexp
     return _make_answer(question, answered, source=position.source, logprobs=logprobs, logsumexp=logsumexp)
@@ -268,6 +278,8 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
     """Score each response's label. Scores that are stored with it are taken; the engine gives the others in one call.
 
     Stored scores apply if they are of the same tokens and the same candidates, whichever parser found that position.
+    A response has no position and no scores if its engine has no tokenizer, its question no labels, or its prompt
+    leaves no room for an answer.
     """
     positions = []
     stored_scores = []
@@ -282,6 +294,7 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
         for point in _list_points(position):
             if point not in stored:
                 contexts.append(_make_context(case, point))
+    # In the order of `contexts`; the second loop takes them in the same order.
     new_scores = iter(engine.score(contexts) if contexts else ())
     scored = []
     for position, stored in zip(positions, stored_scores, strict=True):
@@ -296,7 +309,14 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
 
 
 def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
-    """Find the label in the token ids, else close the response; None if the prompt leaves no room for an answer."""
+    """Find the label in the token ids; close the response if it has none that can be read within the model's length.
+
+    Returns:
+        The position; None if the question has no labels or the prompt leaves no room for an answer.
+
+    Raises:
+        ValueError: The engine gave no token ids.
+    """
     question = case.question
     generation = case.generation
     if not question.labels:
@@ -346,21 +366,22 @@ def read_replies(
 ) -> Iterator[AnsweredCase | Refusal]:
     """Read the answer of every reply as it arrives. A reply that leaves something open is continued, if possible.
 
-    The request to continue is put before the others, and its reply is one of the outcomes. A response whose label has
-    no readable log-probability is refused, and so is one without an answer whose continuation was refused.
+    The request to continue it is put at the front of `todo`, so its reply is one of the next outcomes. A response whose
+    label has no readable log-probability is refused, and so is one without an answer whose continuation was refused.
 
     Args:
         engine: The server.
         asked: Question id -> the question as it was asked.
-        todo: The requests that the engine still has to send.
-        outcomes: What the engine gives for `todo`.
+        todo: The requests that the engine still has to send; requests to continue replies are added.
+        outcomes: What the engine gives for `todo`, read from it while this runs.
 
     Yields:
         A response with its answer, or a refusal.
     """
-    continued: dict[Key, Case] = {}
+    continued: dict[Key, Case] = {}  # the first replies of responses whose continuation has been requested
     for outcome in outcomes:
-        if outcome.key in continued:
+        is_continuation = outcome.key in continued
+        if is_continuation:
             case = continued.pop(outcome.key)
             answer = read_reply(case, outcome)
         elif isinstance(outcome, Refusal):
@@ -382,35 +403,40 @@ def read_replies(
 
 
 def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Request | None:
-    """Ask for the one token that settles what a reply leaves open.
+    """Make a request for the one token that settles what a reply leaves open.
 
-    Without an answer it is the token after the closed response. If other labels are not among the candidates, and the
-    server can give more candidates than it did, it is the label's token.
+    A reply without an answer is closed, and the next token is the most probable label. A reply with an answer leaves
+    the other labels open if one of them is not among the next tokens that the server returned. Its label's token is
+    then generated again: a begun response is asked for `max_candidates` next tokens, any other for `top_logprobs`.
 
     Args:
         engine: The server.
         case: The reply.
-        answer: What `read_reply` reads of it.
+        answer: What `read_reply` reads of the reply, without a continuation.
 
     Returns:
-        The request; None if nothing is open or the server cannot continue a response.
+        The request to continue a part of the reply by one token. None if the reply leaves nothing open, was refused,
+        or cannot be continued.
     """
     text = case.generation.text
+    lacks_other_labels = isinstance(answer, Answer) and answer.label_logprobs is None
+    gives_more_candidates = engine.max_candidates > engine.top_logprobs
     if answer is NO_ANSWER:
         closed = close_response(text, case.question.labels)
-        begun = text[: closed.kept] + closed.ending
-    elif isinstance(answer, Answer) and answer.label_logprobs is None and engine.max_candidates > engine.top_logprobs:
+        prefix = text[: closed.kept] + closed.ending
+    elif lacks_other_labels and gives_more_candidates:
         written = _find_written_label(case)
-        assert isinstance(written, _WrittenLabel)
-        begun = text[: written.begin]
+        assert isinstance(written, _WrittenLabel)  # `read_reply` has found it to read this answer
+        prefix = text[: written.token_start]
     else:
         return None
-    if not begun or not engine.can_continue:
+    # A label at the very beginning leaves no prefix: an empty message cannot be continued.
+    if not prefix or not engine.can_continue:
         return None
     return Request(
         question=case.generation.question,
         sample=case.generation.sample,
-        messages=(*case.chat, Message(role="assistant", content=begun)),
+        messages=(*case.chat, Message(role="assistant", content=prefix)),
         max_tokens=1,
         begun=True,
     )
@@ -445,7 +471,7 @@ class _WrittenLabel(NamedTuple):
 
     label: str
     source: AnswerSource
-    begin: int  # where the token begins in the text
+    token_start: int  # where the token begins in the text
     token: str
     lead: str  # the token's text before the label
     after: str  # the token's text after the label
@@ -460,50 +486,51 @@ def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
     parsed = parse_answer(text, case.question, cut=generation.finish_reason == "length")
     if parsed.label is None or parsed.source is None or parsed.span is None:
         return None
-    start, stop = parsed.span
+    label_start, label_end = parsed.span
     reason = "the log-probabilities do not reach the label, or their tokens do not add up to the text"
-    begin = 0
+    token_start = 0
     for token, candidates in generation.tops or ():
-        end = begin + len(token)
+        token_end = token_start + len(token)
         # The text may end within the last token, after a stop text.
-        token_in_text = token[: max(0, len(text) - begin)]
-        if text[begin:end] != token_in_text:
+        token_in_text = token[: max(0, len(text) - token_start)]
+        if text[token_start:token_end] != token_in_text:
             break
-        if begin <= start < end:
+        holds_label_start = token_start <= label_start < token_end
+        if holds_label_start:
             written = _WrittenLabel(
                 label=parsed.label,
                 source=parsed.source,
-                begin=begin,
+                token_start=token_start,
                 token=token,
-                lead=token[: start - begin],
-                after=token[stop - begin :],
+                lead=token[: label_start - token_start],
+                after=token[label_end - token_start :],
                 candidates=candidates,
-                forms=restyle_labels(case.question.labels, parsed.label, text[start:stop]),
+                forms=restyle_labels(case.question.labels, parsed.label, text[label_start:label_end]),
             )
             rival = _find_ambiguous_rival(written)
             if rival is None:
                 return written
-            shared = token[start - begin :]
+            shared = token[label_start - token_start :]
             reason = f"labels {parsed.label!r} and {rival!r} begin with the same token {shared!r}"
             break
-        begin = end
+        token_start = token_end
     return Refusal(refused=reason, question=generation.question, sample=generation.sample)
 
 
 def _find_ambiguous_rival(written: _WrittenLabel) -> str | None:
-    """Find another label that the token may begin as well.
+    """Find another label that the token may begin as well; None if it can only begin the written one.
 
     A label that begins alike has a token of its own if a longer candidate begins it: 10 next to 1.
     """
-    own = written.token.removeprefix(written.lead)
-    longer = []
+    own_beginning = written.token.removeprefix(written.lead)
+    longer_beginnings = []
     for candidate in written.candidates:
         if candidate.startswith(written.lead) and len(candidate) > len(written.token):
-            longer.append(candidate.removeprefix(written.lead))
+            longer_beginnings.append(candidate.removeprefix(written.lead))
     for label, form in written.forms.items():
         rival = form + written.after
-        has_own_token = rival.startswith(tuple(longer))
-        if label != written.label and rival.startswith(own) and not has_own_token:
+        has_own_token = rival.startswith(tuple(longer_beginnings))
+        if label != written.label and rival.startswith(own_beginning) and not has_own_token:
             return label
     return None
 
@@ -515,19 +542,20 @@ def _read_written_label(
 
     The candidates of a continuation count only if the drawn token is as probable there.
     """
-    drawn = written.candidates[written.token]
-    drawn_again = next_candidates.get(written.token, math.inf)
+    drawn_logprob = written.candidates[written.token]
+    logprob_in_continuation = next_candidates.get(written.token, math.inf)
     candidates = written.candidates
-    if abs(drawn_again - drawn) <= MAX_LOGPROB_DIFFERENCE:
+    is_same_position = abs(logprob_in_continuation - drawn_logprob) <= MAX_LOGPROB_DIFFERENCE
+    if is_same_position:
         candidates = {**next_candidates, **written.candidates}
     logprobs = read_label_logprobs(written.forms, candidates, written.lead, written.after)
     # The token that was drawn counts, not the most probable beginning of the label.
-    logprobs[written.label] = drawn
+    logprobs[written.label] = drawn_logprob
     return _make_answer(question, written.label, source=written.source, logprobs=logprobs)
 
 
 def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, float]) -> Answer:
-    """Read the most probable label among the candidates for the next token."""
+    """Read the most probable label among the candidates for the next token; `NO_ANSWER` if they do not tell it."""
     forms = {label: label for label in question.labels}
     logprobs = read_label_logprobs(forms, candidates)
     if not logprobs:
@@ -568,7 +596,8 @@ def read_label_logprobs(
         written = lead + form + after
         beginnings = []
         for token in candidates:
-            if len(token) > len(lead) and written.startswith(token):
+            reaches_label = len(token) > len(lead)
+            if reaches_label and written.startswith(token):
                 beginnings.append(token)
         if not beginnings:
             continue

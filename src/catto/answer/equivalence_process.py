@@ -24,6 +24,10 @@ class EquivalenceProcess:
     Args:
         command: The program with its arguments, as in a shell, without a shell.
         seconds: Longest time that a reply may take.
+
+    Raises:
+        ValueError: The command is empty.
+        DataError: The program cannot be started.
     """
 
     def __init__(self, command: str, *, seconds: float = 120.0) -> None:
@@ -47,7 +51,7 @@ class EquivalenceProcess:
         self.close()
 
     def __call__(self, first: str, second: str) -> bool:
-        """Return whether the program calls the two answers equivalent."""
+        """Return whether the program calls the two answers equivalent; DataError if its reply is missing or unknown."""
         pair = (first, second)
         if pair not in self._known:
             self._known[pair] = self._ask(first, second)
@@ -57,13 +61,13 @@ class EquivalenceProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = json.dumps({"first": first, "second": second}, ensure_ascii=False) + "\n"
-        timer = Timer(self.seconds, self._process.kill)
+        timer = Timer(self.seconds, self._process.kill)  # a killed process ends the `readline` below
         timer.start()
         try:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
             reply = self._process.stdout.readline(MAX_REPLY_BYTES)
-        except OSError:
+        except OSError:  # the program has ended
             reply = b""
         finally:
             timer.cancel()

@@ -19,6 +19,7 @@ VERSION = 7
 Span = tuple[int, int]
 
 MAX_LAYERS = 12  # layers of formatting and leads around a label
+MAX_LEADS = 2
 MAX_DRESSING = 300  # characters that formatting and leads may take: a longer text has no form
 MAX_MARKS = 30  # combining marks in a row; more are dropped, because normalising them takes quadratic time
 
@@ -50,7 +51,7 @@ STATING = (
 NAMING = ("option", "choice", "answer", "label", rf"(?:it|this|that)(?:{IS}|['\u2019]s)")
 OPENER = "(?:so|thus|therefore|hence|finally|overall|in conclusion|i (?:think|believe)(?: that)?),?"
 LEAD = re.compile(
-    rf"""(?P<mark>\*\*|__|[*_`"'])?(?:(?:{OPENER} )?(?:(?P<states>{"|".join(STATING)})|{"|".join(NAMING)})"""
+    rf"""(?P<mark>\*\*|__|[*_`"'])?(?:(?:{OPENER} )?(?:(?P<states_answer>{"|".join(STATING)})|{"|".join(NAMING)})"""
     rf"|(?P<opener>{OPENER}(?= )))(?(mark)(?![^\W_])|(?!\w))"
     rf"(?P<colon>{COLON})?(?(mark)(?P=mark))(?P<colon_after>{COLON})? ?"
 )
@@ -72,12 +73,12 @@ class LabelReading(NamedTuple):
     Attributes:
         label: The label.
         span: Where its characters are in the text.
-        states: Whether a lead such as "The answer is" comes with it.
+        states_answer: Whether the text calls the label the answer: "The answer is B", "B is correct".
     """
 
     label: str
     span: Span
-    states: bool = False
+    states_answer: bool = False
 
 
 class Choices(NamedTuple):
@@ -95,12 +96,16 @@ class Choices(NamedTuple):
 
 
 def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = None) -> Choices:
-    """Fold the labels of a question and its option texts, in the same order."""
-    folded: dict[str, tuple[str, ...]] = {}
+    """Fold the labels of a question and its option texts, which come in the order of the labels.
+
+    Raises:
+        ValueError: There are not as many option texts as labels.
+    """
+    labels_by_folded: dict[str, tuple[str, ...]] = {}
     for label in labels:
         flat, _ = flatten_text(label)
-        key = compose_marks(flat.strip())
-        folded[key] = (*folded.get(key, ()), label)
+        folded = compose_marks(flat.strip())
+        labels_by_folded[folded] = (*labels_by_folded.get(folded, ()), label)
     texts: dict[str, str] = {}
     longest = max(map(len, labels), default=0)
     if option_texts:
@@ -108,7 +113,8 @@ def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = Non
             flat, _ = flatten_text(option_text)
             texts[label] = strip_formatting(flat)
             longest = max(longest, len(option_text))
-    return Choices(folded, texts, MAX_DRESSING + 2 * longest)
+    label_with_text = 2 * longest  # the longest form: a label and its option's text
+    return Choices(labels_by_folded, texts, MAX_DRESSING + label_with_text)
 
 
 def flatten_text(text: str) -> tuple[str, Sequence[int]]:
@@ -124,23 +130,24 @@ def flatten_text(text: str) -> tuple[str, Sequence[int]]:
         >>> flatten_text("Ｂ \n (ok)")
         ('b (ok)', [0, 1, 4, 5, 6, 7])
     """
-    if text.isascii() and text.isprintable() and "  " not in text:
+    folds_to_one_each = text.isascii() and text.isprintable() and "  " not in text
+    if folds_to_one_each:  # most texts: this is faster
         return text.lower(), range(len(text))
     parts: list[str] = []
-    places: list[int] = []
-    marks = 0
-    for place, character in enumerate(text):
+    origins: list[int] = []
+    marks_in_a_row = 0
+    for origin, character in enumerate(text):
         for part in _fold_character(character):
             if part == " " and parts and parts[-1] == " ":
                 continue
             if unicodedata.combining(part):
-                marks += 1
+                marks_in_a_row += 1
             else:
-                marks = 0
-            if marks <= MAX_MARKS:
+                marks_in_a_row = 0
+            if marks_in_a_row <= MAX_MARKS:
                 parts.append(part)
-                places.append(place)
-    return "".join(parts), places
+                origins.append(origin)
+    return "".join(parts), origins
 
 
 def _fold_character(character: str) -> Iterator[str]:
@@ -173,11 +180,12 @@ def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
         choices: The question's labels and option texts, from `fold_choices`.
 
     Returns:
-        The label with its span in `text`, or None where no form matches.
+        The label with its span in `text`, of the first line if several give it; `states_answer` is True after a lead
+        such as "The answer is". None if the zone is blank, a line has no form, or two lines give different labels.
 
     Example:
         >>> read_form("The correct answer is (B).", (0, 26), fold_choices(("A", "B")))
-        LabelReading(label='B', span=(23, 24), states=True)
+        LabelReading(label='B', span=(23, 24), states_answer=True)
         >>> read_form("A or B", (0, 6), fold_choices(("A", "B")))
     """
     whole = FormReader(text, zone, choices).read()
@@ -187,6 +195,7 @@ def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
     lines_read: set[str] = set()
     start, end = zone
     for line in text[start:end].split("\n"):
+        # A response that runs in a loop repeats a line thousands of times, and equal lines give the same label.
         if line.strip() and line not in lines_read:
             lines_read.add(line)
             reading = FormReader(text, (start, start + len(line)), choices).read()
@@ -210,7 +219,10 @@ def is_lead(text: str) -> bool:
     flat, _ = flatten_text(text[:MAX_DRESSING])
     bare = strip_formatting(flat)
     lead = LEAD.match(bare)
-    return lead is not None and lead["opener"] is None and lead.end() == len(bare)
+    if lead is None:
+        return False
+    is_opener_alone = lead["opener"] is not None  # "So" announces no answer
+    return not is_opener_alone and lead.end() == len(bare)
 
 
 def find_claims(text: str, choices: Choices) -> set[str]:
@@ -222,33 +234,36 @@ def find_claims(text: str, choices: Choices) -> set[str]:
         >>> find_claims("One may think that the answer is A, but dogs bark.", fold_choices(("A", "B")))
         {'A'}
     """
-    flat, places = flatten_text(text)
-    lengths = {len(folded) for folded in choices.labels}
-    spans: list[Span] = []
+    flat, origins = flatten_text(text)
+    label_lengths = {len(folded) for folded in choices.labels}
+    possible_spans: list[Span] = []
     for claim in CLAIM_BEFORE_LABEL.finditer(flat):
-        spans += [(claim.end(), claim.end() + length) for length in lengths]
+        possible_spans += [(claim.end(), claim.end() + length) for length in label_lengths]
     for claim in CLAIM_AFTER_LABEL.finditer(flat):
-        spans += [(claim.start() - length, claim.start()) for length in lengths]
-    claims: set[str] = set()
-    for start, end in spans:
+        possible_spans += [(claim.start() - length, claim.start()) for length in label_lengths]
+    claimed: set[str] = set()
+    for start, end in possible_spans:
         if start < 0 or continues_word(flat, start - 1) or continues_word(flat, end):
             continue
         for label in choices.labels.get(compose_marks(flat[start:end]), ()):
             # "The answer is a place" speaks of no label A.
-            if len(label) > 1 or text[places[start]] == label:
-                claims.add(label)
-    return claims
+            if len(label) > 1 or text[origins[start]] == label:
+                claimed.add(label)
+    return claimed
 
 
-def continues_word(flat: str, place: int) -> bool:
-    """Whether the character at a place can belong to the word next to it."""
-    if not 0 <= place < len(flat):
+def continues_word(flat: str, index: int) -> bool:
+    """Whether the character at an index can belong to the word next to it; False beyond the ends of the text."""
+    if not 0 <= index < len(flat):
         return False
-    return flat[place].isalnum() or flat[place] == "_"
+    return flat[index].isalnum() or flat[index] == "_"
 
 
 class FormReader:
-    """Reads one text from the outside in; i and j bound what is left of its flat form."""
+    """Reads one text from the outside in; i and j bound what is left of its flat form.
+
+    A text longer than `choices.max_length` has no form: it is read as an empty one.
+    """
 
     def __init__(self, text: str, zone: Span, choices: Choices) -> None:
         start, end = zone
@@ -258,15 +273,24 @@ class FormReader:
         content = ""
         if end - start <= choices.max_length:
             content = text[start:end]
-        self.flat, self.places = flatten_text(content)
+        self.flat, self.origins = flatten_text(content)
 
     def read(self) -> LabelReading | None:
         """Read the whole text."""
         return self.read_between(0, len(self.flat))
 
     def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
-        """Remove formatting and leads until a label is left, or a label with more after it."""
-        states = False  # whether the text says that this is the answer: "The answer is B", "B is correct"
+        """Remove formatting and leads until a label is left, or a label with its option's text.
+
+        Args:
+            i: Start of the part of the flat text.
+            j: End of it.
+            inside_group: Whether the part is the inside of quotes, brackets or other marks before an option's text.
+
+        Returns:
+            The label, or None if no form is left. `states_answer` is set after a lead such as "The answer is".
+        """
+        states_answer = False
         has_colon = True  # false after a lead without a colon, where "a" may be an article: "The answer is a"
         leads = 0
         reading = None
@@ -280,14 +304,14 @@ class FormReader:
                 continue
             correct = CORRECT_AT_END.search(self.flat, max(i, j - MAX_CORRECT), j)
             if correct is not None:
-                states = True
+                states_answer = True
                 j = correct.start()
                 continue
             lead = LEAD.match(self.flat, i, j)
-            if lead is None or leads == 2:
+            if lead is None or leads == MAX_LEADS:
                 break
             leads += 1
-            states = states or lead["states"] is not None
+            states_answer = states_answer or lead["states_answer"] is not None
             has_colon = lead["colon"] is not None or lead["colon_after"] is not None
             i = lead.end()
         if reading is None and leads > 0:
@@ -296,11 +320,12 @@ class FormReader:
             reading = self.read_with_text(i, j, may_be_grouped=not inside_group)
         if reading is None:
             return None
-        # "So a" and "The answer is a" may go on: a lower-case "a" is no label A there.
+        # After a lead without a colon, "a" and "i" are words and not the labels A and I: "The answer is a ...".
         written = self.text[slice(*reading.span)]
-        if written in ("a", "i") and written != reading.label and not has_colon:
+        is_word = written in ("a", "i") and written != reading.label
+        if is_word and not has_colon:
             return None
-        return reading._replace(states=states or reading.states)
+        return reading._replace(states_answer=states_answer or reading.states_answer)
 
     def read_label(self, i: int, j: int) -> LabelReading | None:
         """Read flat[i:j] if it is a label; case decides between labels that differ only in case."""
@@ -310,8 +335,8 @@ class FormReader:
         labels = self.choices.labels.get(folded, ())
         if not labels:
             return None
-        start = self.offset + self.places[i]
-        end = self.offset + self.places[j - 1] + 1
+        start = self.offset + self.origins[i]
+        end = self.offset + self.origins[j - 1] + 1
         label = labels[0]
         if len(labels) > 1:
             label = self.text[start:end]
@@ -330,10 +355,19 @@ class FormReader:
         return reading
 
     def read_with_text(self, i: int, j: int, *, may_be_grouped: bool) -> LabelReading | None:
-        """Read "B) the dog", "**Option B**: the dog", "the dog (B)", and "B)" alone."""
-        last = self.read_last_label(i, j)
-        if last is not None:
-            return last
+        """Read "B) the dog", "**Option B**: the dog", "the dog (B)", and "B)" alone.
+
+        Args:
+            i: Start of the part of the flat text.
+            j: End of it.
+            may_be_grouped: Whether the label may have marks of its own around it, as in "(B) the dog".
+
+        Returns:
+            The label; None if the rest is not its own option's text or is not set apart from it.
+        """
+        label_at_end = self.read_last_label(i, j)
+        if label_at_end is not None:
+            return label_at_end
         group = find_group(self.flat, i, j) if may_be_grouped else None
         if group is None:
             reading, end = self.read_first_label(i, j)
@@ -342,7 +376,8 @@ class FormReader:
             end = group.end
         if reading is None:
             return None
-        if group is None and self.flat[end:j] == ")":
+        is_label_with_bracket = group is None and self.flat[end:j] == ")"
+        if is_label_with_bracket:
             return reading
         separator = SET_APART.match(self.flat, end, j)
         is_set_apart = separator is not None or group is not None
@@ -364,7 +399,10 @@ class FormReader:
         return reading
 
     def read_first_label(self, i: int, j: int) -> tuple[LabelReading | None, int]:
-        """Read the longest label that flat[i:j] begins with, and return where it ends."""
+        """Read the longest label that flat[i:j] begins with, and return where it ends; None and i if there is none.
+
+        A label that is all of flat[i:j] is left to `read_label`.
+        """
         lengths = {len(folded) for folded in self.choices.labels}
         for length in sorted(lengths, reverse=True):
             end = i + length
@@ -400,7 +438,7 @@ class FormReader:
 
 
 def strip_formatting(flat: str) -> str:
-    """Remove all formatting around a flat text.
+    """Remove all formatting around a flat text; a text that is nothing but formatting keeps its innermost layer.
 
     Example:
         >>> strip_formatting('**"the dog".**')
@@ -444,16 +482,21 @@ class Group(NamedTuple):
 
 
 def find_group(flat: str, i: int, j: int) -> Group | None:
-    """Find the group that opens at i: in markdown, quotes, brackets, or a LaTeX command."""
+    """Find the group that opens at i: in markdown, quotes, brackets, or a LaTeX command.
+
+    Brackets inside the group are skipped with their contents. None if no mark opens at i or its closing mark is
+    missing.
+    """
     for opening, closing in PAIRS:
         if not flat.startswith(opening, i, j):
             continue
-        nesting = "{" if closing == "}" else opening
+        inner_opening = "{" if closing == "}" else opening
+        can_nest = inner_opening != closing
         start = i + len(opening)
         end = flat.find(closing, start, j)
         for _ in range(MAX_LAYERS):
-            is_nested = nesting != closing and flat.count(nesting, start, end) > flat.count(closing, start, end)
-            if end < 0 or not is_nested:
+            closes_inner = can_nest and flat.count(inner_opening, start, end) > flat.count(closing, start, end)
+            if end < 0 or not closes_inner:
                 break
             end = flat.find(closing, end + 1, j)
         if end >= 0:

@@ -72,7 +72,7 @@ def _remove_leads(bare: str) -> str:
     """Remove "The answer is" and its like, if something follows."""
     for _ in range(MAX_LEADS):
         lead = LEAD.match(bare)
-        if lead is None or lead["states"] is None or lead.end() == len(bare):
+        if lead is None or lead["states_answer"] is None or lead.end() == len(bare):
             break
         bare = strip_formatting(bare[lead.end() :])
     return bare
@@ -95,7 +95,7 @@ def _fold_punctuation(flat: str) -> str:
 
 
 def _fold_mark(before: str, character: str, after: str) -> str:
-    """Return what stands for a character between its two neighbours, which are empty at the ends."""
+    """Return what replaces a character in a normalised answer, given its neighbours; they are empty at the ends."""
     if character in DASHES:
         is_minus = not before.isalnum() and (after.isdigit() or after in (*CURRENCY_SIGNS, "."))
         is_suffix = before.isalnum() and not after.strip()  # blood type A-
@@ -280,6 +280,7 @@ def _compute_value(match: re.Match[str]) -> Fraction | None:
 
 
 def _compute_size(match: re.Match[str]) -> Fraction | None:
+    """Compute the value without its sign; None if there are no digits, the denominator is 0 or the exponent too big."""
     if match["words"]:
         return Fraction(_count_words(match["words"]))
     if match["numerator"]:
@@ -323,13 +324,22 @@ def _count_words(words: str) -> int:
 
 
 def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReading | None:
-    """Multiply by "million" and its like, and read the unit; None where the rest is neither."""
+    """Multiply by "million" and its like, and read the unit.
+
+    Args:
+        value: The number.
+        currency: The sign before it, or None.
+        rest: What follows it.
+
+    Returns:
+        The number with its unit; None if the rest is neither a scale nor a unit, and so the text is no number.
+    """
     words = _split_unit_words(rest)
     if words is None:
         return None
     if words and words[0] in SCALES:
         value *= SCALES[words.pop(0)]
-    is_short_scale = currency is not None and words[:1] in (["m"], ["b"], ["mm"])  # "$5m"
+    is_short_scale = currency is not None and words[:1] in (["m"], ["b"], ["mm"])  # "$5m" may be five million
     if is_short_scale or not all(_may_be_unit(word) for word in words):
         return None
     unit = None
@@ -367,17 +377,19 @@ def write_number(value: Fraction) -> str:
         >>> write_number(Fraction(7, 2)), write_number(Fraction(-1, 3)), write_number(Fraction(1000))
         ('3.5', '-1/3', '1000')
     """
-    rest = value.denominator
+    # Each decimal place removes a factor of 10, 2 or 5 from the denominator.
+    remaining = value.denominator
     places = 0
-    while rest % 10 == 0 or rest % 2 == 0 or rest % 5 == 0:
-        if rest % 10 == 0:
-            rest //= 10
-        elif rest % 2 == 0:
-            rest //= 2
+    while remaining % 10 == 0 or remaining % 2 == 0 or remaining % 5 == 0:
+        if remaining % 10 == 0:
+            remaining //= 10
+        elif remaining % 2 == 0:
+            remaining //= 2
         else:
-            rest //= 5
+            remaining //= 5
         places += 1
-    if rest != 1:
+    is_terminating = remaining == 1
+    if not is_terminating:
         return str(value)
     digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
     sign = "-" if value < 0 else ""
@@ -444,9 +456,10 @@ def grade_answer(answer: str, accepted: Sequence[str], *, grade: Grade = "exact"
 
 
 def _equals_any_number(answer: str, accepted: Sequence[str], tolerance: float) -> bool:
+    """Whether the answer is one of these numbers; ValueError if any accepted answer is not one number."""
     reading = read_number(answer)
     is_right = False
-    for text in accepted:
+    for text in accepted:  # to the end, so that every accepted answer is checked
         wanted = read_number(text)
         if wanted is None:
             raise ValueError(f"accepted answer {text!r}: expected one number")
@@ -456,8 +469,8 @@ def _equals_any_number(answer: str, accepted: Sequence[str], tolerance: float) -
 
 
 def _is_same_number(reading: NumberReading, wanted: NumberReading, tolerance: float) -> bool:
-    has_both_units = reading.unit is not None and wanted.unit is not None
-    if has_both_units and reading.unit != wanted.unit:
+    both_have_units = reading.unit is not None and wanted.unit is not None
+    if both_have_units and reading.unit != wanted.unit:
         return False
-    allowed = Fraction(str(tolerance)) * abs(wanted.value)
+    allowed = Fraction(str(tolerance)) * abs(wanted.value)  # by way of the text: 0.1 is then exactly 1/10
     return abs(reading.value - wanted.value) <= allowed

@@ -56,14 +56,14 @@ class ParsedResponse(NamedTuple):
         label: The label; None if there is no answer.
         span: Where the label's characters are in the text.
         source: `free` after `<answer>`, `plain` without that tag.
-        opened: Where the answer's text begins, including its tag.
+        answer_start: Where the answer begins in the text: at its tag, or at its line. 0 if there is no answer.
     """
 
     reasoning: str | None
     label: str | None = None
     span: Span | None = None
     source: Source | None = None
-    opened: int = 0
+    answer_start: int = 0
 
 
 class LabelledQuestion(Protocol):
@@ -102,8 +102,9 @@ def parse_response(
         cut: Whether the response ran into its token limit. Its last line is then not read if it is unfinished.
 
     Returns:
-        The reasoning, and the label with its place in the text or None. The reasoning is the text between the think
-        tags; either tag may be missing, and where the block is empty the text between it and the answer is used.
+        The reasoning, and the label with its span in the text; without an answer all but the reasoning are empty. The
+        reasoning is the text between the think tags. Either tag may be missing; where the block is empty the text
+        between it and the answer is used.
 
     Example:
         >>> parse_response("<think>so</think><answer>(B)</answer>", ("A", "B")).label
@@ -112,25 +113,27 @@ def parse_response(
     """
     choices = fold_choices(labels, option_texts)
     turn = text[: find_turn_end(text, labels)]
-    is_cut = cut and len(turn) == len(text)
+    # If a next turn follows, the cut was in that one, and this turn is whole.
+    is_turn_cut = cut and len(turn) == len(text)
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
     if opening is None:
         source: Source = "plain"
         reading = None
-        if not is_cut or not _is_torn(turn):
+        is_last_line_unfinished = is_turn_cut and _is_torn(turn)
+        if not is_last_line_unfinished:
             reading = _read_plain(turn, tags, choices)
-        opened = len(turn)
+        answer_start = len(turn)
         if reading is not None:
-            opened = _line_start(turn, tags, reading.span[0])
+            answer_start = _find_line_start(turn, tags, reading.span[0])
     else:
-        reading = _read_tagged(turn, tags, opening, choices, is_cut=is_cut)
+        reading = _read_tagged(turn, tags, opening, choices, is_cut=is_turn_cut)
         source = "free"
-        opened = opening.start
-    reasoning = _find_reasoning(turn[:opened])
+        answer_start = opening.start
+    reasoning = _find_reasoning(turn[:answer_start])
     if reading is None:
         return ParsedResponse(reasoning)
-    return ParsedResponse(reasoning, reading.label, reading.span, source, opened)
+    return ParsedResponse(reasoning, reading.label, reading.span, source, answer_start)
 
 
 def find_answer_text(text: str, *, cut: bool = False) -> str | None:
@@ -152,12 +155,13 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
         >>> find_answer_text("The answer is 42.")
     """
     turn = text[: find_turn_end(text)]
-    is_cut = cut and len(turn) == len(text)
+    # If a next turn follows, the cut was in that one, and this turn is whole.
+    is_turn_cut = cut and len(turn) == len(text)
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
     if opening is None:
         return None
-    zone = _find_answer_zone(turn, tags, opening, is_cut=is_cut)
+    zone = _find_answer_zone(turn, tags, opening, is_cut=is_turn_cut)
     if zone is None:
         return None
     start, end = zone
@@ -201,7 +205,7 @@ def find_answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
 
 
 def find_body(text: str, tags: Sequence[Tag]) -> Span:
-    """Bound the text after the reasoning: from the last `</think>` to a `<think>` that never closes.
+    """Bound the text after the reasoning: from the last `</think>` to a `<think>` that never closes, or to the end.
 
     Example:
         >>> text = "<think>so</think>B"
@@ -230,33 +234,36 @@ def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
         19
     """
     tags = find_tags(text)
-    last_tag = max((tag.start for tag in tags if tag.name in ("/think", "answer")), default=-1)
-    strikes_out = text.find("<s>")  # `</s>` then closes an element and ends no turn
-    speakers = {label.casefold() for label in labels}
-    thinks = [tag.name for tag in tags if tag.name.endswith("think")]
-    is_reasoning = thinks[:1] == ["/think"]  # the chat template had opened the think block
+    # Where the last `</think>` or `<answer>` is: before it, the answer is still to come.
+    last_tag_before_answer = max((tag.start for tag in tags if tag.name in ("/think", "answer")), default=-1)
+    first_strikethrough = text.find("<s>")  # a later `</s>` closes that element and ends no turn
+    folded_labels = {label.casefold() for label in labels}
+    think_tags = [tag.name for tag in tags if tag.name.endswith("think")]
+    is_reasoning = think_tags[:1] == ["/think"]  # the chat template had opened the think block
     is_answer_open = False
     has_closed_answer = False
-    passed = 0
+    tags_before = 0  # number of tags before the marker
     for marker in NEXT_TURN.finditer(text):
-        while passed < len(tags) and tags[passed].start < marker.start():
-            name = tags[passed].name
+        while tags_before < len(tags) and tags[tags_before].start < marker.start():
+            name = tags[tags_before].name
             if name.endswith("think"):
                 is_reasoning = name == "think"
             elif not is_reasoning:
                 has_closed_answer = has_closed_answer or (is_answer_open and name == "/answer")
                 is_answer_open = name == "answer"
-            passed += 1
-        closes_next = is_answer_open and passed < len(tags) and tags[passed].name == "/answer"
-        is_label = (marker["who"] or "").casefold() in speakers  # "Q: the dog" may be an option
-        is_strike = marker[0] == "</s>" and 0 <= strikes_out < marker.start()
-        if is_reasoning or closes_next or is_label or is_strike:
+            tags_before += 1
+        is_next_tag_closing = tags_before < len(tags) and tags[tags_before].name == "/answer"
+        is_inside_answer = is_answer_open and is_next_tag_closing
+        is_label = (marker["who"] or "").casefold() in folded_labels  # "Q: the dog" may be an option
+        ends_strikethrough = marker[0] == "</s>" and 0 <= first_strikethrough < marker.start()
+        if is_reasoning or is_inside_answer or is_label or ends_strikethrough:
             continue
         if not has_closed_answer:
-            is_followed_by_tag = last_tag > marker.start()
-            before = tags[passed - 1].end if passed > 0 else 0
-            is_restated = marker["token"] is None and not text[before : marker.start()].strip()
-            if is_followed_by_tag or is_restated:
+            is_answer_still_to_come = last_tag_before_answer > marker.start()
+            own_text_start = tags[tags_before - 1].end if tags_before > 0 else 0
+            has_own_text = bool(text[own_text_start : marker.start()].strip())
+            restates_question = marker["token"] is None and not has_own_text
+            if is_answer_still_to_come or restates_question:
                 continue
         return marker.start()
     return len(text)
@@ -268,7 +275,10 @@ def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
 def _read_tagged(
     text: str, tags: Sequence[Tag], opening: Tag, choices: Choices, *, is_cut: bool
 ) -> LabelReading | None:
-    """Read the content of an answer block, up to `</answer>` or the end."""
+    """Read the content of an answer block, up to `</answer>` or the end.
+
+    None if it has no form, its end is missing, or an earlier block was left open with another label.
+    """
     zone = _find_answer_zone(text, tags, opening, is_cut=is_cut)
     if zone is None:
         return None
@@ -283,25 +293,34 @@ def _read_tagged(
 
 
 def _find_answer_zone(text: str, tags: Sequence[Tag], opening: Tag, *, is_cut: bool) -> Span | None:
-    """Bound the content of an answer block; None if its end is missing."""
+    """Bound the content of an answer block; None if its end is missing.
+
+    A block without `</answer>` ends with the text, unless reasoning follows it or its last line is unfinished.
+    """
     _, body_end = find_body(text, tags)
     closing = next((tag for tag in tags if tag.name == "/answer" and tag.start >= opening.end), None)
     if closing is not None:
         return opening.end, closing.start
-    if body_end < len(text) or (is_cut and _is_torn(text[opening.end :])):
-        return None  # the answer was never closed and reasoning follows, or its last line is unfinished
+    is_followed_by_reasoning = body_end < len(text)
+    is_last_line_unfinished = is_cut and _is_torn(text[opening.end :])
+    if is_followed_by_reasoning or is_last_line_unfinished:
+        return None
     return opening.end, _end_before_torn_tag(text, opening.end)
 
 
 def _find_open_answers(text: str, tags: Sequence[Tag], opening: Tag) -> Iterator[Span]:
-    """Bound the answer blocks that were left open before another one: they may be the answers of an earlier turn."""
+    """Bound the answer blocks that were left open before another one: they may be the answers of an earlier turn.
+
+    Such a block ends at the next `<answer>`, or at a marker of a next turn before it.
+    """
     body_start, _ = find_body(text, tags)
-    answers = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
-    for tag, following in pairwise(answers):
-        if tag.name != "answer" or following.name != "answer":
+    answer_tags = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
+    for tag, following in pairwise(answer_tags):
+        was_left_open = tag.name == "answer" and following.name == "answer"
+        if not was_left_open:
             continue
-        turn = NEXT_TURN.search(text, tag.end, following.start)
-        end = following.start if turn is None else turn.start()
+        next_turn = NEXT_TURN.search(text, tag.end, following.start)
+        end = following.start if next_turn is None else next_turn.start()
         yield tag.end, end
 
 
@@ -311,39 +330,46 @@ class _Line(NamedTuple):
 
 
 def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReading | None:
-    """Read the text after the reasoning: the whole of it, or its last line.
+    """Read a response whose body has no `<answer>`: the whole text after the reasoning, or else its last line.
 
     A last line that states the answer is read if nothing before it states another. One that only names a label may be
-    the end of a list or of a sentence, so it is read only after a whole sentence or under a lead.
+    the end of a list or of a sentence, so it is read only after a whole sentence or under a lead. None if there is no
+    such answer, the reasoning never ends, or text follows a lone `</answer>`.
     """
     start, end = find_body(text, tags)
-    if end < len(text):
-        return None  # reasoning that never ended
-    closing = next((tag for tag in tags if tag.start >= start), None)
-    if closing is not None:  # `</answer>` without `<answer>`
-        if text[closing.end :].strip():
+    is_reasoning_unfinished = end < len(text)
+    if is_reasoning_unfinished:
+        return None
+    # The body has no think tags, and the caller found no `<answer>` in it: a tag that is left is `</answer>`.
+    lone_closing = next((tag for tag in tags if tag.start >= start), None)
+    if lone_closing is not None:
+        is_followed_by_text = bool(text[lone_closing.end :].strip())
+        if is_followed_by_text:
             return None
-        end = closing.start
+        end = lone_closing.start
     whole = read_form(text, (start, end), choices)
     if whole is not None:
         return whole
     lines = _find_lines(text, start, end)
     if len(lines) < 2:
         return None
-    answer_from = len(lines) - 1
-    reading = read_form(text, lines[-1].span, choices)
-    if reading is not None and not reading.states and is_lead(lines[-2].text):
-        answer_from -= 1
-        reading = reading._replace(states=True)
-    if reading is None or not _may_follow(lines, answer_from, reading):
+    answer_line = len(lines) - 1
+    reading = read_form(text, lines[answer_line].span, choices)
+    if reading is None:
         return None
-    if _is_contradicted(reading, text, lines[:answer_from], choices):
+    is_under_lead = not reading.states_answer and is_lead(lines[answer_line - 1].text)
+    if is_under_lead:  # the lead and the label below it are one statement
+        answer_line -= 1
+        reading = reading._replace(states_answer=True)
+    if not _may_follow(lines, answer_line, reading):
+        return None
+    if _is_contradicted(reading, text, lines[:answer_line], choices):
         return None
     return reading
 
 
 def _find_lines(text: str, start: int, end: int) -> list[_Line]:
-    """Find the lines with words in text[start:end]."""
+    """Find the lines of text[start:end] with their spans; blank lines, rules, fences and formula marks are left out."""
     lines: list[_Line] = []
     for line in text[start:end].split("\n"):
         if not NO_WORDS.fullmatch(line):
@@ -352,44 +378,56 @@ def _find_lines(text: str, start: int, end: int) -> list[_Line]:
     return lines
 
 
-def _may_follow(lines: Sequence[_Line], answer_from: int, reading: LabelReading) -> bool:
-    """Whether the answer that begins at a line can stand on its own after the line before it."""
-    line = lines[answer_from].text
-    is_quoted = reading.states and QUOTATION.match(line) is not None
-    is_vague = not reading.states and SPEAKS_OF_ANYTHING.match(line) is not None
-    if LIST_ITEM.match(line) or is_quoted or is_vague:
+def _may_follow(lines: Sequence[_Line], answer_line: int, reading: LabelReading) -> bool:
+    """Whether an answer can stand on its own after the line before it.
+
+    Any answer may come first, under a lead, or after a whole sentence. One that states the answer may also follow a
+    line without a full stop, if that leaves nothing open. A list item and a quoted statement never stand on their own;
+    neither does "So it is B", which may speak of anything.
+
+    Args:
+        lines: The lines of the response.
+        answer_line: Index of the line at which the answer begins.
+        reading: What was read of that line, or of the line below it if that line is a lead.
+    """
+    line = lines[answer_line].text
+    is_list_item = LIST_ITEM.match(line) is not None
+    is_quoted = reading.states_answer and QUOTATION.match(line) is not None
+    is_vague = not reading.states_answer and SPEAKS_OF_ANYTHING.match(line) is not None
+    if is_list_item or is_quoted or is_vague:
         return False
-    if answer_from == 0:
+    if answer_line == 0:
         return True
-    before = lines[answer_from - 1].text
+    before = lines[answer_line - 1].text
     if is_lead(before):
         return True
     before = before.rstrip(CLOSING_MARKS)
     if ENDS_SENTENCE.search(before):
         return True
-    begins_lower = line.lstrip("*_`#( \t")[:1].islower()
-    return reading.states and not begins_lower and not LEAVES_OPEN.search(before)
+    continues_sentence = line.lstrip("*_`#( \t")[:1].islower()
+    return reading.states_answer and not continues_sentence and not LEAVES_OPEN.search(before)
 
 
 def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line], choices: Choices) -> bool:
     """Whether an earlier line gives another label, or claims one anywhere."""
     if not earlier:
         return False
-    stated = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)
-    named: set[str] = set()
-    distinct_lines = {line.text: line for line in earlier}
+    earlier_labels = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)
+    named_labels: set[str] = set()  # alone on a line, without a lead such as "The answer is"
+    distinct_lines = {line.text: line for line in earlier}  # a response that runs in a loop repeats lines
     for line in distinct_lines.values():
         earlier_reading = read_form(text, line.span, choices)
         if earlier_reading is None:
             continue
-        if earlier_reading.states:
-            stated.add(earlier_reading.label)
+        if earlier_reading.states_answer:
+            earlier_labels.add(earlier_reading.label)
         else:
-            named.add(earlier_reading.label)
+            named_labels.add(earlier_reading.label)
     # Two labels or more on lines of their own are the options again, which a statement may follow.
-    if not reading.states or len(named) == 1:
-        stated |= named
-    return bool(stated - {reading.label})
+    are_options_again = len(named_labels) >= 2
+    if not reading.states_answer or not are_options_again:
+        earlier_labels |= named_labels
+    return bool(earlier_labels - {reading.label})
 
 
 def _is_torn(text: str) -> bool:
@@ -399,35 +437,39 @@ def _is_torn(text: str) -> bool:
 
 
 def _end_before_torn_tag(text: str, start: int) -> int:
-    """Find the end of a text without a closing tag that was cut."""
+    """Find where an answer without a closing tag ends: before a `</answer>` that was cut off, or with the text."""
     bracket = text.rfind("<", start)
     if bracket >= 0 and text[bracket:].rstrip() in TORN_CLOSING:
         return bracket
     return len(text)
 
 
-def _line_start(text: str, tags: Sequence[Tag], place: int) -> int:
-    """Find where the line of a plain answer begins."""
+def _find_line_start(text: str, tags: Sequence[Tag], label_start: int) -> int:
+    """Find where the line of a plain answer begins, including the line break before it."""
     start, _ = find_body(text, tags)
-    return max(text.rfind("\n", start, place), start)
+    return max(text.rfind("\n", start, label_start), start)
 
 
 def _find_reasoning(head: str) -> str | None:
-    """Find the reasoning in the text before the answer."""
+    """Find the reasoning in the text before the answer; None if that text is empty.
+
+    It reaches from the first `<think>`, or the beginning, to the last `</think>`, or the end. If nothing is between
+    them, it is what follows `</think>`.
+    """
     tags = find_tags(head)
     start = 0
     for tag in tags:
         if tag.name == "think":
             start = tag.end
             break
-    closing = None
+    last_closing = None
     for tag in tags:
         if tag.name == "/think" and tag.start >= start:
-            closing = tag
-    if closing is None:
+            last_closing = tag
+    if last_closing is None:
         return _remove_tags(head[start:]) or None
-    inside = _remove_tags(head[start : closing.start])
-    after = _remove_tags(head[closing.end :])
+    inside = _remove_tags(head[start : last_closing.start])
+    after = _remove_tags(head[last_closing.end :])
     return inside or after or None
 
 

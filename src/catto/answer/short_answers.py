@@ -26,8 +26,8 @@ class ShortAnswer(NamedTuple):
 
     Attributes:
         text: The answer as it is written; None if there is none.
-        key: What answers that are equal after normalisation share.
-        source: `free` after `<answer>`, `plain` without that tag.
+        key: What answers that are equal after normalisation share; None without an answer.
+        source: `free` after `<answer>`, `plain` without that tag; None without an answer.
     """
 
     text: str | None
@@ -47,7 +47,8 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
         cut: Whether the response ran into its token limit. An answer without an end is then not read.
 
     Returns:
-        The answer. There is none if the text cannot be compared: not one number where the grade is `number`.
+        The answer. There is none (`NO_SHORT_ANSWER`) if the text is longer than an answer can be, or cannot be
+        compared: not one number where the grade is `number`.
 
     Example:
         >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", "number")
@@ -70,11 +71,12 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
 
 
 def _find_plain_answer(turn: str) -> str | None:
-    """Find the only line after the reasoning, or a last line that states the answer."""
+    """Find the only line after the reasoning, or a last line that states the answer; None if there is neither."""
     tags = find_tags(turn)
     start, end = find_body(turn, tags)
+    is_reasoning_unfinished = end < len(turn)
     has_other_tag = any(start <= tag.start < end for tag in tags)
-    if end < len(turn) or has_other_tag:
+    if is_reasoning_unfinished or has_other_tag:
         return None
     lines = [line.strip() for line in turn[start:end].splitlines() if line.strip()]
     if not lines:
@@ -83,14 +85,14 @@ def _find_plain_answer(turn: str) -> str | None:
     if last.startswith(HASHES):
         return last.removeprefix(HASHES).strip() or None
     lead = LEAD.match(flatten_text(last)[0])
-    states_answer = lead is not None and lead["states"] is not None
+    states_answer = lead is not None and lead["states_answer"] is not None
     if len(lines) == 1 or states_answer:
         return last
     return None
 
 
 def is_right_answer(answer: str, question: Question) -> bool:
-    """Return whether an answer equals one that the question accepts.
+    """Return whether an answer equals one that the question accepts, or the gold label of a question with labels.
 
     Example:
         >>> accepted = {"gold": "Ada", "accepted": ("Ada",), "grade": "exact"}
@@ -120,7 +122,7 @@ def merge_equivalent(answers: Sequence[str | None], equivalent: Equivalent) -> l
         >>> merge_equivalent(["nyc", "boston", None, "new york city"], lambda a, b: {a, b} == {"nyc", "new york city"})
         ['nyc', 'boston', None, 'nyc']
     """
-    firsts: list[str] = []
+    firsts: list[str] = []  # the first answer of every group
     merged: list[str | None] = []
     for answer in answers:
         if answer is None:
@@ -144,16 +146,16 @@ def _find_equivalent(answer: str, firsts: Sequence[str], equivalent: Equivalent)
 
 
 def measure_agreement(answers: Sequence[str | None]) -> list[float]:
-    """Return each answer's agreement with the others: (s + 1) / (k + 2) where s of k answers equal it, itself included.
+    """Return how far all answers agree with each one: (s + 1) / (k + 2) if s of the k answers equal it.
 
-    This is the mean of the posterior of a rate after s of k successes, under a uniform prior (Laplace). No answer has
-    agreement 0. The gold answer is not read.
+    An answer equals itself, so s is at least 1. The value is the mean of the posterior of a rate after s of k
+    successes, under a uniform prior (Laplace). None, a sample without an answer, has agreement 0 and counts in k.
 
     Args:
-        answers: The k answers to one question.
+        answers: The k sampled answers to one question.
 
     Returns:
-        k numbers in [0, 1).
+        k numbers in [0, 1), in the order of the answers.
 
     Example:
         >>> measure_agreement(["4", "4", "5", None])

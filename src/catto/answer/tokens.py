@@ -130,7 +130,7 @@ def locate_label(
     """
     text = decode_ids(tokenizer, ids)
     parsed = parse_response(text, labels, option_texts, cut=cut)
-    if parsed.label is None or parsed.span is None or parsed.source is None:
+    if parsed.label is None or parsed.span is None or parsed.source is None:  # a label comes with all three
         return None
     start, end = parsed.span
     tokens = _find_character(tokenizer, ids, text, start)
@@ -138,7 +138,7 @@ def locate_label(
     text_up_to_label = decode_ids(tokenizer, ids[: tokens.last + 1])
     token_end = _count_agreeing(text_up_to_label, text)
     form = _WrittenForm(
-        head=text[parsed.opened : start],
+        head=text[parsed.answer_start : start],
         lead=text[tokens.begin : start],
         written=text[start:end],
         after=text[end:token_end],
@@ -227,13 +227,17 @@ def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:
 
 
 def encode_continuation(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text that continues other text: no special tokens, and no dummy space of its own."""
+    """Encode a text that continues other text: no special tokens, and no dummy space of its own.
+
+    The text is encoded after `_ANCHOR`, whose tokens are removed; alone if the tokenizer merges the two.
+    """
     ids = _tokenize(tokenizer, _ANCHOR + text)
-    whole = decode_ids(tokenizer, ids)
-    if text and whole.endswith(text):
-        start = len(whole) - len(text)
-        tokens = _find_character(tokenizer, ids, whole, start)
-        if tokens.begin == start:
+    anchored_text = decode_ids(tokenizer, ids)
+    if text and anchored_text.endswith(text):
+        start = len(anchored_text) - len(text)
+        tokens = _find_character(tokenizer, ids, anchored_text, start)
+        is_anchor_apart = tokens.begin == start
+        if is_anchor_apart:
             return ids[tokens.first :]
     return _tokenize(tokenizer, text)
 
@@ -241,15 +245,15 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
 def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, tail: int = TAIL) -> TokenStart:
     """Find the token that completes a character, by bisection over prefixes of the ids.
 
-    A prefix that ends inside a character decodes to U+FFFD there, so it counts only if its text agrees up to the
-    position.
+    It is the last token of the shortest prefix whose text has the character. A prefix that ends inside the character
+    decodes to U+FFFD there and is too short.
 
     Args:
         tokenizer: The tokenizer that the ids belong to.
         ids: Token ids.
         text: `decode_ids(tokenizer, ids)`.
         position: Index of the character in `text`.
-        tail: How many last tokens are searched first; then all are.
+        tail: How many last tokens are searched first; all are if that does not give a sure result.
 
     Returns:
         The index of the token, and the character that it begins at.
@@ -261,12 +265,12 @@ def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, 
     tail_ids = ids[start:]
     tail_text = decode_ids(tokenizer, tail_ids)
     offset = len(text) - len(tail_text)
-    goal = tail_text[: max(position - offset + 1, 0)]
+    through_character = tail_text[: max(position - offset + 1, 0)]
 
-    def reaches_goal(length: int) -> bool:
-        return decode_ids(tokenizer, tail_ids[:length]).startswith(goal)
+    def has_character(length: int) -> bool:
+        return decode_ids(tokenizer, tail_ids[:length]).startswith(through_character)
 
-    index = bisect_left(range(1, len(tail_ids) + 1), True, key=reaches_goal)
+    index = bisect_left(range(1, len(tail_ids) + 1), True, key=has_character)
     before = decode_ids(tokenizer, tail_ids[:index])
     grows = index < len(tail_ids) and tail_text.startswith(before.rstrip(_TORN_CHARACTER))
     # The first token of the tail may begin before the position, and a tokenizer may trim it when it decodes the tail.
@@ -275,7 +279,7 @@ def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, 
         return find_token(tokenizer, ids, text, position, tail=len(ids))
     if not grows:
         raise UnreadableLabelError(f"{_name(tokenizer)}: the text of tokens does not grow from their prefixes' texts")
-    return TokenStart(token_index=start + index, begin=offset + _count_agreeing(before, goal))
+    return TokenStart(token_index=start + index, begin=offset + _count_agreeing(before, through_character))
 
 
 class _CharacterTokens(NamedTuple):
@@ -287,13 +291,15 @@ class _CharacterTokens(NamedTuple):
 
 
 def _find_character(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> _CharacterTokens:
+    """Find all tokens of a character: one, or several if it is not ASCII and written in bytes."""
     last, begin = find_token(tokenizer, ids, text, position)
     first = last
     is_one_byte = text[position].isascii()
     while first > 0 and not is_one_byte:
         before = decode_ids(tokenizer, ids[:first])
         begin = _count_agreeing(before, text)
-        if begin == len(before):
+        ends_with_whole_character = begin == len(before)
+        if ends_with_whole_character:
             break
         first -= 1
     if first == 0:
@@ -352,7 +358,10 @@ def restyle_labels(labels: Sequence[str], label: str, written: str) -> dict[str,
 def _find_branches(
     tokenizer: Any, labels: tuple[str, ...], label: str, own_path: TokenIds, form: _WrittenForm
 ) -> Branches:
-    """Find each label's tokens in the form in which `label` was written with the tokens `own_path`."""
+    """Find each label's tokens in the form in which `label` was written with the tokens `own_path`.
+
+    A label that has no tokens in that form is left out.
+    """
     restyled = restyle_labels(labels, label, form.written)
     paths: dict[str, TokenIds] = {}
     for name in labels:
@@ -402,6 +411,9 @@ def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Br
         tokenizer: The tokenizer, for its name and tokens in errors.
         paths: Label -> the tokens of its first character. There are several where a character is written in bytes.
         head: The text before the label, for errors.
+
+    Raises:
+        UnreadableLabelError: All tokens of one label begin another label too.
     """
     if len(paths) == 1:
         return Branches(shared=(), paths=paths)
@@ -413,7 +425,8 @@ def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Br
             if other == label:
                 continue
             common = count_common(path, other_path)
-            if common == len(path):
+            is_never_told_apart = common == len(path)
+            if is_never_told_apart:
                 first, second = (name for name in paths if name in (label, other))
                 raise UnreadableLabelError(
                     f"labels {first!r} and {second!r} begin with the same token "
