@@ -28,7 +28,8 @@ class LogFormat(NamedTuple):
 
     Attributes:
         is_written_by_tool: Whether a file whose first record is this one is a log of the tool.
-        read_record: (record, names, labels) -> catto's own fields.
+        read_record: (record, names, labels of the file) -> catto's own fields. Only "openai" needs the labels. It
+            raises KeyError, ValueError, TypeError, AttributeError or IndexError for another record.
     """
 
     is_written_by_tool: Callable[[Fields], bool]
@@ -47,7 +48,7 @@ LOG_FORMATS = {
 def find_format(first: Fields, names: ColumnNames) -> str:
     """Return the name of the tool that wrote a file with this first row.
 
-    A table with the column `confidence` is catto's own.
+    A table with the column `confidence` is catto's own, and so is one that no tool is known to write.
     """
     if names.format != "auto":
         return names.format
@@ -60,47 +61,62 @@ def find_format(first: Fields, names: ColumnNames) -> str:
 
 
 def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
-    """Yield the rows of a file of answers, whichever tool wrote it.
+    """Yield the rows of a file of answers, whichever tool wrote it; nothing if it has no rows.
 
     Args:
-        path: The file.
-        names: The columns the user named. The format `auto` is decided by the first row.
+        path: A log of inspect_ai that ends in `.eval`, or any file that `read_rows` reads.
+        names: The columns and the tool that the user named. If `names.format` is "auto", the first row shows the tool.
 
     Yields:
-        (row number, fields).
+        (row number, fields). For the log of another tool, these are catto's own fields. The record's fields stay
+        visible below them, so that the user can name any of them as a column.
+
+    Raises:
+        DataError: While iterating: the file cannot be read, or a row is no record of the tool.
     """
     is_inspect_archive = path.suffix.lower() == ".eval"
     rows = read_samples(path) if is_inspect_archive else read_rows(path)
-    first = next(rows, None)
-    if first is None:
+    first_row = next(rows, None)
+    if first_row is None:
         return
-    _, first_record = first
-    name = find_format(first_record, names)
-    records: Iterable[tuple[int, dict[str, Any]]] = chain([first], rows)
-    if name == "catto":
+    _, first_record = first_row
+    tool = find_format(first_record, names)
+    records: Iterable[tuple[int, dict[str, Any]]] = chain([first_row], rows)
+    if tool == "catto":
         yield from records
         return
     labels: list[str] = []
-    if name == "openai" and names.gold is not None:  # only the whole file says which answers there are
+    if tool == "openai" and names.gold is not None:
+        # A completion does not name its labels. Only the right answers of the whole file show which there are.
         records = list(records)
         labels = list_labels(path, records, names.gold)
-    read_record = LOG_FORMATS[name].read_record
     for row, record in records:
-        if name == "lm-eval":
+        if tool == "lm-eval":
             _require_one_filter(path, row, record, first_record)
-        try:
-            fields = read_record(record, names, labels)
-        except KeyError as error:
-            raise DataError(path, row, f"{error.args[0]}: missing, expected a record of {name}") from None
-        except ValueError as error:
-            raise DataError(path, row, str(error)) from None
-        except (TypeError, AttributeError, IndexError) as error:
-            raise DataError(path, row, f"expected a record of {name}: {error}") from None
-        yield row, ChainMap(fields, record)
+        own_fields = _read_log_record(path, row, record, tool=tool, names=names, labels=labels)
+        yield row, ChainMap(own_fields, record)
+
+
+def _read_log_record(
+    path: Path, row: int, record: Fields, *, tool: str, names: ColumnNames, labels: Sequence[str]
+) -> dict[str, Any]:
+    """Return catto's own fields of a record; any error of the tool's reader becomes a DataError with file and row.
+
+    A reader knows neither file nor row, so it never raises a DataError itself.
+    """
+    read_record = LOG_FORMATS[tool].read_record
+    try:
+        return read_record(record, names, labels)
+    except KeyError as error:
+        raise DataError(path, row, f"{error.args[0]}: missing, expected a record of {tool}") from None
+    except ValueError as error:
+        raise DataError(path, row, str(error)) from None
+    except (TypeError, AttributeError, IndexError) as error:
+        raise DataError(path, row, f"expected a record of {tool}: {error}") from None
 
 
 def _require_one_filter(path: Path, row: int, record: Fields, first: Fields) -> None:
-    """Raise DataError for a second filter of lm-evaluation-harness: its lines repeat the questions."""
+    """Raise DataError for a second filter of lm-evaluation-harness, whose lines repeat the questions of the first."""
     first_filter = first.get("filter")
     this_filter = record.get("filter")
     if this_filter != first_filter:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from catto.formats.columns import (
-    WORDS,
+    TRUTH_OF_WORD,
     Fields,
     answer_of,
     answer_probability,
@@ -32,12 +32,12 @@ class ColumnReader(NamedTuple):
 
 
 def _read_probabilities(column: Any) -> Floats | None:
-    """Return numbers in [0, 1], also from their texts. (N,)."""
+    """Return numbers in [0, 1], also from their texts, (N,); None if a cell holds anything else."""
     if str(column.type) not in ("double", "int64", "string"):
         return None
     try:
         values: Floats = column.cast("double").to_numpy()
-    except ValueError:  # Arrow's own error is one
+    except ValueError:  # the base class of Arrow's error for a text that is no number
         return None
     if not ((values >= 0) & (values <= 1)).all():
         return None
@@ -45,10 +45,13 @@ def _read_probabilities(column: Any) -> Floats | None:
 
 
 def _read_truths(column: Any) -> Bools | None:
-    """Return booleans, also from 0, 1 and the words for them. (N,)."""
+    """Return booleans, also from 0, 1 and the words for them, (N,); None if a cell holds anything else.
+
+    The column has no nulls: `read_plain_table` refuses them.
+    """
     encoded = column.combine_chunks().dictionary_encode()
     words = [str(value).strip().lower() for value in encoded.dictionary.to_pylist()]
-    truths = [WORDS.get(word) for word in words]
+    truths = [TRUTH_OF_WORD.get(word) for word in words]
     if None in truths:
         return None
     values: Bools = np.array(truths, dtype=np.bool_)[encoded.indices.to_numpy()]
@@ -56,7 +59,10 @@ def _read_truths(column: Any) -> Bools | None:
 
 
 def _read_texts(column: Any) -> list[str] | None:
-    """Return texts, also from whole numbers; None if one is empty, padded, or a number such as 1.0."""
+    """Return texts, also from whole numbers; None if one is empty, padded, or a number such as 1.0.
+
+    `text_of` refuses or changes such a text, and this function does neither.
+    """
     from pyarrow import compute
 
     kind = str(column.type)
@@ -70,13 +76,14 @@ def _read_texts(column: Any) -> list[str] | None:
     if compute.any(needs_cell).as_py():
         return None
     texts: list[str] = column.to_pylist()
-    if not is_ascii and any(text != text.strip() for text in texts):  # the white space of other scripts
+    # Arrow's pattern knows only ASCII white space.
+    if not is_ascii and any(text != text.strip() for text in texts):
         return None
     return texts
 
 
 def _read_nothing(_: Any) -> None:
-    return None
+    """Return None: every cell needs `read_cell`."""
 
 
 def _read_any_text(name: str, fields: Fields) -> str:
@@ -95,17 +102,18 @@ def read_table_columns(table: Any, wanted: Mapping[str, tuple[ColumnReader, str]
     """Read columns of an Arrow table at once.
 
     Args:
-        table: A `pyarrow.Table`.
+        table: A `pyarrow.Table` without nulls.
         wanted: Name of the result -> its reader and the name in the table.
 
     Returns:
-        Name -> values; None if a column is missing or a cell must be read on its own.
+        Name -> values. None if the table must be read cell by cell: a column is missing or occurs twice, or a cell
+        needs `read_cell`.
     """
     columns: dict[str, Any] = {}
-    for name, (reader, source) in wanted.items():
-        if table.column_names.count(source) != 1:
+    for name, (reader, column_name) in wanted.items():
+        if table.column_names.count(column_name) != 1:
             return None
-        values = reader.read_column(table.column(source))
+        values = reader.read_column(table.column(column_name))
         if values is None:
             return None
         columns[name] = values

@@ -14,7 +14,16 @@ from catto.records import LOGPROB_NOISE
 
 Fields = Mapping[str, Any]
 Format = Literal["auto", "catto", "lm-eval", "inspect", "helm", "openai", "uqlm"]
-WORDS = {"true": True, "yes": True, "1": True, "1.0": True, "false": False, "no": False, "0": False, "0.0": False}
+TRUTH_OF_WORD = {
+    "true": True,
+    "yes": True,
+    "1": True,
+    "1.0": True,
+    "false": False,
+    "no": False,
+    "0": False,
+    "0.0": False,
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class ColumnNames:
 
 
 def probability_of(name: str, fields: Fields) -> float:
-    """Return a number in [0, 1], also from its text."""
+    """Return a number in [0, 1], also from its text; raise ValueError for anything else."""
     value = find_field(fields, name)
     number = _convert_number(value)
     if not 0 <= number <= 1:
@@ -55,10 +64,10 @@ def probability_of(name: str, fields: Fields) -> float:
 
 
 def _convert_number(value: Any) -> float:
-    """Return the number that a cell holds, nan if it holds none. Python alone reads 1_0 as a number."""
+    """Return the number that a cell holds, nan if it holds none."""
     if isinstance(value, bool):
         return nan
-    if isinstance(value, str) and "_" in value:
+    if isinstance(value, str) and "_" in value:  # Python alone reads 1_0 as a number
         return nan
     try:
         return float(value)
@@ -67,7 +76,12 @@ def _convert_number(value: Any) -> float:
 
 
 def _number_hint(value: object, number: float) -> str:
-    """Return a hint on a value that is no probability. number: the value as a number, nan if it is none."""
+    """Return a hint on a value that is no probability, empty if there is none.
+
+    Args:
+        value: The value in the file.
+        number: The same as a number, nan if it is none.
+    """
     text = str(value).strip()
     if not text:
         return "; leave such rows out"
@@ -79,21 +93,25 @@ def _number_hint(value: object, number: float) -> str:
 
 
 def truth_of(name: str, fields: Fields) -> bool:
-    """Return a boolean, also from 0, 1 and the words of a CSV file."""
+    """Return a boolean, also from 0, 1 and the words of a CSV file; raise ValueError for anything else."""
     value = find_field(fields, name)
     if isinstance(value, bool):
         return value
     truth = None
     if isinstance(value, str | int | float):
         word = str(value).strip().lower()
-        truth = WORDS.get(word)
+        truth = TRUTH_OF_WORD.get(word)
     if truth is None:
         raise ValueError(f"{name}: expected true or false (or 1, 0, yes, no), got {reprlib.repr(value)}")
     return truth
 
 
 def text_of(name: str, fields: Fields) -> str:
-    """Return an id or a label as text. It may be written as a number, 1 also as 1.0; an empty cell is an error."""
+    """Return an id or a label as text; a number is one too, and 1.0 is the same as 1.
+
+    Raises:
+        ValueError: The field is missing, empty or nested.
+    """
     value = find_field(fields, name)
     is_missing = value is None or value != value  # NaN is not equal to itself
     is_nested = isinstance(value, dict | list | bytes)
@@ -137,23 +155,33 @@ def logprob_of(value: object, name: str) -> float:
 
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
-    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (rounding noise counts as 0)."""
+    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (rounding noise counts as 0).
+
+    Raises:
+        ValueError: The field is missing or empty, a number is out of range, or two labels are the same: 1 and 1.0.
+    """
     logprobs = find_field(fields, "label_logprobs")
     if not isinstance(logprobs, dict) or not logprobs:
         raise ValueError(f"label_logprobs: expected an object label -> log-probability, got {reprlib.repr(logprobs)}")
-    named: dict[str, float] = {}
+    normalised: dict[str, float] = {}
     for label, value in logprobs.items():
         number = logprob_of(value, f"label_logprobs.{label}")
         if number == -inf:
             raise ValueError(f"label_logprobs.{label}: expected a finite number, got {reprlib.repr(value)}")
-        named[_normalise_label(label)] = number
-    if len(named) < len(logprobs):
+        normalised[_normalise_label(label)] = number
+    if len(normalised) < len(logprobs):
         raise ValueError(f"label_logprobs: a label occurs twice among {', '.join(map(repr, logprobs))}")
-    return named
+    return normalised
 
 
 def answer_of(name: str, fields: Fields) -> str | None:
-    """Return the label of the answer; None if nothing could be parsed, which counts as wrong."""
+    """Return the label of the answer; None for an empty cell, an answer that could not be parsed.
+
+    A row without the field `label` answers with the likeliest label of its `label_logprobs`.
+
+    Raises:
+        ValueError: The field is missing or nested.
+    """
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
         return max(logprobs, key=logprobs.__getitem__)
@@ -165,7 +193,11 @@ def answer_of(name: str, fields: Fields) -> str | None:
 
 
 def answer_probability(name: str, fields: Fields) -> float:
-    """Return the probability of the answer in the field `name`, from `label_logprobs`."""
+    """Return the probability of the answer in the field `name`, from `label_logprobs`.
+
+    Raises:
+        ValueError: The answer has no log-probability, or a field is missing.
+    """
     logprobs = logprobs_of(fields)
     answer = answer_of(name, fields)
     if answer not in logprobs:

@@ -21,7 +21,11 @@ def read_helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str,
         names: The columns the user named.
 
     Returns:
-        Every statistic by its name. `exact_match` is the default grade, `max_prob` the default confidence.
+        Every statistic by its name, and `question`, `correct`, `perturbation` and `confidence`. `exact_match` is the
+        default grade, `max_prob` the default confidence.
+
+    Raises:
+        KeyError: A field is missing, or `max_prob` if the user named no confidence.
     """
     answer: dict[str, Any] = {}
     for statistic in record["stats"]:

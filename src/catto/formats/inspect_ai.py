@@ -33,15 +33,15 @@ def _map_characters_to_bytes() -> dict[str, int]:
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1)}
     printable |= set(range(ord("\u00ae"), ord("\u00ff") + 1))
-    bytes_by_character = {}
-    others = 0
+    byte_of_character = {}
+    unprintable = 0
     for byte in range(256):
         if byte in printable:
-            bytes_by_character[chr(byte)] = byte
+            byte_of_character[chr(byte)] = byte
         else:
-            bytes_by_character[chr(256 + others)] = byte
-            others += 1
-    return bytes_by_character
+            byte_of_character[chr(256 + unprintable)] = byte
+            unprintable += 1
+    return byte_of_character
 
 
 BYTE_OF_CHARACTER = _map_characters_to_bytes()
@@ -59,7 +59,10 @@ def read_samples(path: Path) -> Rows:
         path: The `.eval` file.
 
     Yields:
-        (number from 1, sample).
+        (number from 1, sample); nothing if the log has no samples.
+
+    Raises:
+        DataError: While iterating: the file is broken or too large, or the run failed or did not finish.
     """
     with open_input(path) as file:
         try:
@@ -78,7 +81,10 @@ def read_samples(path: Path) -> Rows:
 
 
 def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
-    """Refuse the log of a run that failed or did not finish: inspect_ai writes the header at the end."""
+    """Refuse the log of a run that failed or did not finish: raise DataError.
+
+    inspect_ai writes the header at the end of a run. Until then the log has a journal instead.
+    """
     names = log.namelist()
     if HEADER in names:
         member = log.getinfo(HEADER)
@@ -91,12 +97,25 @@ def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
 def _unpack_member(
     path: Path, row: int | None, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> bytes:
-    """Return the content of a file of a log. The stated sizes may be wrong, so the unpacked bytes are counted."""
+    """Return the content of a file inside a log.
+
+    The sizes that the log states may be wrong, so the unpacked bytes are counted.
+
+    Args:
+        path: The log, for error messages.
+        row: The number of the sample, for error messages; None for the header.
+        file: The open log, which zipfile reads too.
+        log: The same as a zip file.
+        member: The file inside the log.
+
+    Raises:
+        DataError: It is packed by another method, or is too large when unpacked.
+    """
     if member.compress_type == ZSTANDARD:
         stream = _open_zstandard(file, member)
     elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         stream = log.open(member)
-    else:  # zipfile unpacks all that it has read of other methods, however much that is
+    else:  # of other methods, zipfile unpacks all that it has read at once, however much that is
         raise DataError(path, row, f"packed by method {member.compress_type}, expected deflate or Zstandard")
     content = bytearray()
     with stream:
@@ -110,15 +129,16 @@ def _unpack_member(
 
 
 def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
-    """Return a stream of the content of a file packed by Zstandard."""
+    """Return a stream of the content of a file packed by Zstandard; it moves the position of the open log."""
     import pyarrow as arrow
 
     file.seek(member.header_offset)
-    header = file.read(30)  # the local header, whose last two numbers are the lengths of a name and of further fields
+    # A local header has 30 bytes. Its last two numbers are the lengths of the name and the extra field that follow it.
+    header = file.read(30)
     if len(header) < 30:
         raise zipfile.BadZipFile("a file lies behind the end")
-    name_bytes, more_bytes = struct.unpack("<HH", header[26:])
-    file.seek(name_bytes + more_bytes, os.SEEK_CUR)
+    name_length, extra_length = struct.unpack("<HH", header[26:])
+    file.seek(name_length + extra_length, os.SEEK_CUR)
     packed = file.read(member.compress_size)
     return arrow.input_stream(arrow.py_buffer(packed), compression="zstd")
 
@@ -131,41 +151,52 @@ def read_inspect(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
         names: The columns the user named. `correct` chooses among several scorers.
 
     Returns:
-        catto's own fields.
+        catto's own fields. The grade is in the column `names.correct`. Without both sources of a confidence there is
+        none, and the user must have named another column.
+
+    Raises:
+        KeyError: A field is missing.
+        ValueError: No score can be chosen, or the confidence is missing or cannot be read.
     """
     score = _choose_score(record, names)
     value = score["value"]
+    graded_label = score.get("answer") or None
     answer: dict[str, Any] = {"question": str(record["id"])}
     answer[names.correct] = INSPECT_VALUES.get(str(value), value)
-    if score.get("answer"):
-        answer["label"] = score["answer"]
+    if graded_label is not None:
+        answer["label"] = graded_label
     target = record.get("target")
-    if isinstance(target, str):
+    if isinstance(target, str):  # a list holds several right answers, of which none is the gold label
         answer["gold"] = target
 
     metadata = score.get("metadata") or {}
     stated_confidence = metadata.get("confidence")
     if stated_confidence is not None:
         answer["confidence"] = stated_confidence
-        if metadata.get("source") in ("free", "plain", "fallback"):  # catto's own scorer
+        is_from_cattos_scorer = metadata.get("source") in ("free", "plain", "fallback")
+        if is_from_cattos_scorer:
             answer |= {name: metadata[name] for name in STATED_WITH_CONFIDENCE if name in metadata}
         return answer
     tokens = _find_reply_tokens(record)
     if tokens:
-        labels = _list_choice_labels(record) or [str(score.get("answer"))]
+        labels = _list_choice_labels(record)
+        if not labels:  # an open question, whose only label is the answer
+            labels = [str(score.get("answer"))]
         reply = read_message_text(record["output"]["choices"][0]["message"]["content"])
-        return answer | read_reply_tokens(tokens, reply, labels, score.get("answer") or None)
+        return answer | read_reply_tokens(tokens, reply, labels, graded_label)
     if names.confidence == "confidence":
         raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
     return answer
 
 
 def read_message_text(content: object) -> str:
-    """Return the text of a message, whose content is a text or a list of parts."""
+    """Return the text of a message, whose content is a text or a list of parts; empty for any other content."""
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        return ""
     texts = []
-    for part in content if isinstance(content, list) else ():
+    for part in content:
         if isinstance(part, dict) and part.get("type") == "text":
             texts.append(str(part.get("text")))
     return "".join(texts)
@@ -187,13 +218,23 @@ def read_reply_tokens(
 
     Returns:
         `label`, `confidence` and `source`, and `label_logprobs` if all labels have one.
+
+    Raises:
+        ValueError: See `read_label_token`.
     """
-    return read_label_token(_drop_tokens_after(_decode_tokens(tokens), reply), labels, graded_label)
+    decoded = _decode_tokens(tokens)
+    tokens_of_reply = _drop_tokens_after(decoded, reply)
+    return read_label_token(tokens_of_reply, labels, graded_label)
 
 
 def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
-    """Return tokens with their text; tokens in the form of the vocabulary have "bytes" that no byte can hold."""
-    if all(max(token.get("bytes") or (0,)) < 256 for token in tokens):
+    """Return tokens with their text.
+
+    Tokens in the form of the vocabulary are told by their "bytes": of some token, one is above 255. All tokens of a
+    reply have the same form.
+    """
+    are_texts = all(max(token.get("bytes") or (0,)) < 256 for token in tokens)
+    if are_texts:
         return tokens
     decoded = []
     for token in tokens:
@@ -205,7 +246,9 @@ def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
 
 
 def decode_vocabulary_form(token: str) -> str:
-    """Return the text of a token of a byte-level or SentencePiece vocabulary. An incomplete character becomes \ufffd.
+    """Return the text of a token of a byte-level or SentencePiece vocabulary.
+
+    An incomplete character becomes \ufffd. A token of neither kind is returned as it is.
 
     >>> decode_vocabulary_form("\u0120B"), decode_vocabulary_form("\u2581B"), decode_vocabulary_form("<|im_end|>")
     (' B', ' B', '<|im_end|>')
@@ -224,20 +267,21 @@ def decode_vocabulary_form(token: str) -> str:
 def _drop_tokens_after(tokens: Sequence[Fields], reply: str) -> Sequence[Fields]:
     """Return the tokens up to the end of the reply; all of them if they do not begin with it."""
     text = "".join(token["token"] for token in tokens)
-    leading_space = len(text) - len(text.lstrip())
     reply = reply.strip()
-    if not text.startswith(reply, leading_space):
+    reply_start = len(text) - len(text.lstrip())
+    if not text.startswith(reply, reply_start):
         return tokens
-    end = 0
+    reply_end = reply_start + len(reply)
+    token_end = 0
     for number, token in enumerate(tokens, 1):
-        end += len(token["token"])
-        if end >= leading_space + len(reply):
+        token_end += len(token["token"])
+        if token_end >= reply_end:
             return tokens[:number]
     return tokens
 
 
 def _choose_score(sample: Fields, names: ColumnNames) -> Fields:
-    """Return the score of the scorer `names.correct`, or the only score."""
+    """Return the score of the scorer `names.correct`, or the only score; raise ValueError if there is no such score."""
     scores: Mapping[str, Fields] = sample.get("scores") or {}
     if names.correct in scores:
         return scores[names.correct]

@@ -32,7 +32,12 @@ def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
         names: The columns the user named.
 
     Returns:
-        catto's own fields. The label is the number of the choice.
+        catto's own fields. The label is the number of the choice. For a generated text they are `question` and
+        `correct` alone.
+
+    Raises:
+        KeyError: A field is missing.
+        ValueError: A log-likelihood or the target cannot be read, or a generated text has no confidence.
     """
     question_keys = [key for key in ("doc_id", "doc_hash") if key in record]
     answer: dict[str, Any] = {"question": " ".join(str(record[key]) for key in question_keys)}
@@ -49,7 +54,7 @@ def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
     reading = read_choice(scores)
 
     metric = "acc_norm" if names.length_normalised else "acc"
-    grade = record.get(metric)
+    grade = record.get(metric)  # None for a task with other metrics
     gold = _find_gold(record, choices, best=reading.best, grade=grade)
     answer["label"] = str(reading.best)
     answer["text"] = choices[reading.best].text
@@ -58,8 +63,11 @@ def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
         answer["correct"] = reading.best == gold
     else:
         answer["correct"] = grade
-    logprobs = enumerate(reading.logprobs)
-    answer["label_logprobs"] = {str(number): value for number, value in logprobs if isfinite(value)}
+    logprobs = {}
+    for number, logprob in enumerate(reading.logprobs):
+        if isfinite(logprob):
+            logprobs[str(number)] = logprob
+    answer["label_logprobs"] = logprobs
     if gold is not None:
         answer["gold"] = str(gold)
     return answer
@@ -80,7 +88,10 @@ def _read_loglikelihoods(record: Fields) -> list[float] | None:
 
 
 def _read_generation(record: Fields, names: ColumnNames) -> dict[str, Any]:
-    """Read the grade of a generated text, whose confidence is in a column that the user named."""
+    """Read the grade of a generated text, by the first of its metrics; empty if it has none.
+
+    Its confidence is in a column that the user named, or in `confidence`. ValueError without one.
+    """
     if names.confidence == "confidence" and "confidence" not in record:
         raise ValueError("filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence")
     metrics = list(record.get("metrics") or ())
@@ -90,7 +101,12 @@ def _read_generation(record: Fields, names: ColumnNames) -> dict[str, Any]:
 
 
 def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_ScoredChoice]:
-    """Pair the text of each choice with its log-likelihood."""
+    """Pair the text of each choice with its log-likelihood.
+
+    Raises:
+        ValueError: A log-likelihood is above 0, or nan.
+    """
+    # Newer versions of the harness write objects, older ones lists.
     arguments = record["arguments"]
     if isinstance(arguments, dict):
         arguments = arguments.values()
@@ -155,6 +171,15 @@ def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, g
     """Return the number of the gold choice; None if the target matches no choice that agrees with the grade.
 
     A numeric target may be the text of a choice or its number. The grade tells which.
+
+    Args:
+        record: The line.
+        choices: The choices.
+        best: Number of the likeliest choice.
+        grade: 1 if that choice is right by the harness; None if the line has no grade.
+
+    Raises:
+        ValueError: Without a grade, the target is neither a choice nor its number.
     """
     target = str(record["target"]).strip()
     candidates = [number for number, choice in enumerate(choices) if choice.text.strip() == target]
@@ -163,6 +188,7 @@ def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, g
     if grade is None and not candidates:
         raise ValueError(f"target: expected a choice or its number, got {reprlib.repr(target)}")
     for candidate in candidates:
-        if grade is None or (candidate == best) == (grade == 1):
+        agrees_with_grade = (candidate == best) == (grade == 1)
+        if grade is None or agrees_with_grade:
             return candidate
     return None

@@ -24,10 +24,14 @@ def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -
     Args:
         record: The completion, alone or as the response of a batch.
         names: The columns the user named. `gold` must be one of them.
-        labels: The labels of the questions.
+        labels: The labels of the questions, which `list_labels` returns; empty if the user named no `gold`.
 
     Returns:
-        catto's own fields.
+        catto's own fields. Without an id of the record there is no `question`.
+
+    Raises:
+        KeyError: A field is missing.
+        ValueError: The request failed, `labels` is empty, or there is no single choice with log-probabilities.
     """
     _require_success(record)
     reply, *others = _find_completion(record)["choices"]
@@ -47,10 +51,10 @@ def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -
     if not tokens:
         raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
     text = reply["message"].get("content") or ""
-    # A reply of one token reaches its limit, and is complete if it is a label.
+    # With a limit of one token, every reply reaches it. A reply that is a label is complete nevertheless.
     is_label = text.strip(" \n().") in labels
-    is_cut = reply.get("finish_reason") == "length" and not is_label
-    graded_label = parse_response(text, labels, cut=is_cut).label
+    reached_limit = reply.get("finish_reason") == "length"
+    graded_label = parse_response(text, labels, cut=reached_limit and not is_label).label
     return answer | read_label_token(tokens, labels, graded_label)
 
 
@@ -65,7 +69,7 @@ def _require_success(record: Fields) -> None:
 
 
 def _find_completion(record: Fields) -> Fields:
-    """Return the completion of a record; it may be in `response`, or in `body` of a batch's `response`."""
+    """Return the completion of a record, empty if it has none; it may be in `response`, or in `body` inside that."""
     for name in ("response", "body"):
         if isinstance(record.get(name), dict):
             record = record[name]
@@ -88,6 +92,9 @@ def list_labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -
 
     Returns:
         The labels in alphabetical order.
+
+    Raises:
+        DataError: A row does not have the field, or it is empty.
     """
     labels = set()
     for row, record in rows:

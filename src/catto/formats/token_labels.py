@@ -13,8 +13,8 @@ from catto.formats.columns import Fields, logprob_of
 def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_label: str | None) -> dict[str, Any]:
     """Read the probability of the answer at the token where the label begins.
 
-    Some engines log the likeliest token even if another one was sampled. The probability of the graded label is then
-    looked up in `top_logprobs`.
+    Some engines log the likeliest token even if another one was sampled. The logged tokens then say another label than
+    the one that was graded, whose probability is looked up in `top_logprobs`.
 
     Args:
         tokens: The tokens of the reply, each with `token`, `logprob` and perhaps `top_logprobs`.
@@ -24,6 +24,10 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
     Returns:
         `label`, `confidence` and `source`, and `label_logprobs` if all labels have one. A reply without a label has
         the source `fallback` and the probability of the whole reply.
+
+    Raises:
+        KeyError: A token has no `token` or `logprob`.
+        ValueError: The label has no token of its own, or the graded label no log-probability there.
     """
     text = "".join(token["token"] for token in tokens)
     reading = parse_response(text, labels)
@@ -35,11 +39,13 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
 
     label_start, label_end = reading.span
     token, token_end = _find_token_at(tokens, label_start)
-    if len(labels) == 1 and label_end > token_end:
+    is_open_answer = len(labels) == 1
+    if is_open_answer and label_end > token_end:
         raise ValueError("logprobs: an open answer of several tokens has no token of its own: name a --confidence")
 
     logprobs = _read_top_logprobs(token)
     if graded_label == reading.label:
+        # The token may hold only the first letters of the label.
         prefix = text[label_start : min(token_end, label_end)]
     else:
         prefix = graded_label
@@ -56,7 +62,7 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
 
 
 def _find_token_at(tokens: Sequence[Fields], position: int) -> tuple[Fields, int]:
-    """Return the token that contains a character of the reply, and where that token ends."""
+    """Return the token that contains a character of the reply, and where that token ends; IndexError if none does."""
     end = 0
     for token in tokens:
         end += len(token["token"])
@@ -68,16 +74,19 @@ def _find_token_at(tokens: Sequence[Fields], position: int) -> tuple[Fields, int
 def _read_top_logprobs(token: Fields) -> dict[str, float]:
     """Return the log-probabilities of the candidates by their text; the likelier of two equal texts counts."""
     logprobs: dict[str, float] = {}
+    # Candidates are listed from the likeliest on, so in reverse the likelier of two equal texts comes last.
     for candidate in reversed(token.get("top_logprobs") or ()):
-        if candidate["logprob"] not in (None, -inf):  # a token that cannot be drawn
+        can_be_drawn = candidate["logprob"] not in (None, -inf)
+        if can_be_drawn:
             logprobs[candidate["token"].strip()] = logprob_of(candidate["logprob"], "top_logprobs.logprob")
     return logprobs
 
 
 def _require_distinct_prefix(prefix: str, label: str, *, labels: Sequence[str], candidates: Iterable[str]) -> None:
-    """Raise ValueError if the token `prefix` also begins another label.
+    """Raise ValueError if the token `prefix` of a label also begins another label.
 
-    Such a label is told apart if a longer candidate begins it: 10 next to 1.
+    The other label is told apart if a longer candidate begins it: with the candidates 1 and 10, the token 1 is not the
+    beginning of the label 10. Case is ignored.
     """
     prefix = prefix.lower()
     longer_candidates = tuple(candidate.lower() for candidate in candidates if len(candidate) > len(prefix))

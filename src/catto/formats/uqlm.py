@@ -48,6 +48,9 @@ def read_uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str,
 
     Returns:
         The row with catto's own fields. The confidence is the only score of the row unless the user named one.
+
+    Raises:
+        ValueError: The row has several scores and the user named none.
     """
     answer = dict(record)
     prompt = record.get("prompt")
