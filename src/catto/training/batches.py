@@ -124,24 +124,24 @@ def lay_out_rows(
     if balanced is None:
         balanced = scored
     lines = _LineBuilder(rows, shared=shared, packed=packed, balanced=balanced)
-    grid = lines.make_grid(pad)
+    input_ids, segments, sequences, position_ids, counts = lines.make_grid(pad)
 
     scored_tokens = []
-    scores = [np.zeros((5, 0), np.int64)]  # of each scored token: its source, its place and the token itself
+    tables = [np.zeros((5, 0), np.int64)]  # of each scored token: its source (2), its place (2) and its id
     for number, row in enumerate(rows[:scored]):
         prompt_length = len(row.prompt)
-        wanted = np.arange(len(row.completion))
+        token_indices = np.arange(len(row.completion))
         if number < len(tokens):
-            wanted = np.asarray(tokens[number], np.int64)
-        wanted = wanted[wanted > -prompt_length]  # nothing predicts the first token of a row
-        scored_tokens.append(wanted)
-        line, column = lines.find_source(number, wanted)
-        place = prompt_length + wanted - 1
+            token_indices = np.asarray(tokens[number], np.int64)
+        token_indices = token_indices[token_indices > -prompt_length]  # nothing predicts the first token of a row
+        scored_tokens.append(token_indices)
+        line, column = lines.find_source(number, token_indices)
+        shifted_index = prompt_length + token_indices - 1
         row_ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
-        targets = row_ids[prompt_length + wanted]
-        score_columns = np.broadcast_arrays(line, column, number, place, targets)
-        scores.append(np.stack(score_columns))
-    joined = np.concatenate(scores, axis=1)
+        targets = row_ids[prompt_length + token_indices]
+        table_rows = np.broadcast_arrays(line, column, number, shifted_index, targets)
+        tables.append(np.stack(table_rows))
+    all_scored = np.concatenate(tables, axis=1)
 
     query_sources = [lines.find_source(query.row, query.token) for query in queries]
     return Batch(
@@ -149,15 +149,15 @@ def lay_out_rows(
         tokens=scored_tokens,
         shared=shared,
         packed=packed,
-        lengths=[len(wanted) for wanted in scored_tokens],
-        input_ids=torch.from_numpy(grid[0]),
-        segments=torch.from_numpy(grid[1]),
-        sequences=torch.from_numpy(grid[2]),
-        position_ids=torch.from_numpy(grid[3]),
-        counts=torch.from_numpy(grid[4]),
-        source=torch.tensor(joined[:2].T),
-        place=torch.tensor(joined[2:4].T),
-        targets=torch.tensor(joined[4]),
+        lengths=[len(token_indices) for token_indices in scored_tokens],
+        input_ids=torch.from_numpy(input_ids),
+        segments=torch.from_numpy(segments),
+        sequences=torch.from_numpy(sequences),
+        position_ids=torch.from_numpy(position_ids),
+        counts=torch.from_numpy(counts),
+        source=torch.tensor(all_scored[:2].T),
+        place=torch.tensor(all_scored[2:4].T),
+        targets=torch.tensor(all_scored[4]),
         query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
         query_labels=pad_ids([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
@@ -167,13 +167,14 @@ def lay_out_rows(
 class _LineBuilder:
     """Puts rows into sequences and sequences into lines, and knows where each token of a row is.
 
-    A table (5, T) holds what `Batch` has of each of T tokens: input id, segment, sequence, position and count.
+    A table (5, T) holds what `Batch` has of each of T tokens: input id, segment, sequence, position and count. The
+    count says in how many of the first `balanced` rows the token is.
     """
 
     def __init__(self, rows: Sequence[Row], *, shared: bool, packed: bool, balanced: int) -> None:
         prompts = [np.asarray(row.prompt, np.int64) for row in rows]
         common_length = 0
-        if shared and packed:
+        if shared and packed:  # only then are all prompts in one line
             common_length = count_shared_beginning(prompt.tolist() for prompt in prompts)
         self.common = prompts[0][:common_length]
         self.own_prompts = [prompt[common_length:] for prompt in prompts]
@@ -191,38 +192,44 @@ class _LineBuilder:
             self.lines = [np.concatenate(parts, axis=1)]
 
     def _make_sequences(self, rows: Sequence[Row], *, shared: bool, balanced: int) -> list[NDArray[np.int64]]:
-        """Return the table of each sequence: its prompt and then its responses, several if prompts are shared."""
-        numbers: dict[Any, int] = {}  # of the sequences, by prompt where prompts are shared
-        parts: list[list[NDArray[np.int64]]] = []
+        """Return the table of each sequence: its prompt and then its responses, several if prompts are shared.
+
+        Fills `row_starts`.
+        """
+        sequence_by_key: dict[Any, int] = {}
+        sequences: list[list[NDArray[np.int64]]] = []  # the tables of each: its prompt, then its responses
+        position = len(self.common)
         for number, row in enumerate(rows):
             prompt = self.own_prompts[number]
             completion = np.asarray(row.completion, np.int64)
             key: Any = number
-            if shared:
+            if shared:  # rows with the same prompt are one sequence
                 key = prompt.tobytes()
-            sequence = numbers.setdefault(key, len(parts))
-            position = len(self.common)
-            if sequence == len(parts):
-                parts.append([_make_table(prompt, segment=0, sequence=sequence + 1, position=position, count=0)])
-            own_parts = parts[sequence]
+            sequence = sequence_by_key.setdefault(key, len(sequences))
+            is_new = sequence == len(sequences)
+            if is_new:
+                sequences.append([_make_table(prompt, segment=0, sequence=sequence + 1, position=position, count=0)])
+            tables = sequences[sequence]
             count = int(number < balanced)
-            own_parts[0][4] += count
-            self.row_starts.append((sequence, sum(part.shape[1] for part in own_parts)))
+            prompt_counts = tables[0][4]
+            prompt_counts += count  # in place, once for each response
+            self.row_starts.append((sequence, sum(table.shape[1] for table in tables)))
             response = _make_table(
                 completion,
-                segment=len(own_parts),
+                segment=len(tables),
                 sequence=sequence + 1,
                 position=position + len(prompt),
                 count=count,
             )
-            own_parts.append(response)
-        return [np.concatenate(own_parts, axis=1) for own_parts in parts]
+            tables.append(response)
+        return [np.concatenate(tables, axis=1) for tables in sequences]
 
     def make_grid(self, pad: int) -> NDArray[np.int64]:
         """Return the lines, padded to the same length: (5, G, S)."""
         longest = max(line.shape[1] for line in self.lines)
         grid = np.empty((5, len(self.lines), longest), np.int64)
-        grid[:] = np.reshape([pad, -1, -1, 0, 0], (5, 1, 1))
+        padding = [pad, -1, -1, 0, 0]  # its input id, segment, sequence, position and count
+        grid[:] = np.reshape(padding, (5, 1, 1))
         for number, line in enumerate(self.lines):
             grid[:, number, : line.shape[1]] = line
         return grid
@@ -232,12 +239,14 @@ class _LineBuilder:
 
         The prompt's end predicts the first token. A token of the prompt has a negative index; one of the common
         beginning is predicted there, at the line's start.
+
+        token: An index, or an array of them, which gives an array of columns.
         """
-        sequence, start = self.row_starts[row]
-        line, origin = self.sequence_starts[sequence]
+        sequence, response_start = self.row_starts[row]
+        line, sequence_start = self.sequence_starts[sequence]
         prompt_length = len(self.own_prompts[row])
-        in_response = origin + start + token - 1
-        in_prompt = origin + prompt_length + token - 1
+        in_response = sequence_start + response_start + token - 1
+        in_prompt = sequence_start + prompt_length + token - 1
         in_common = len(self.common) + prompt_length + token - 1
         before_response = np.where(prompt_length + token > 0, in_prompt, in_common)
         return line, np.where(token > 0, in_response, before_response)
@@ -249,7 +258,7 @@ def _make_table(ids: NDArray[np.int64], *, segment: int, sequence: int, position
 
 
 def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
-    """Pad lists of ids with -100 on the right, to a multiple of a width: (len(rows), width)."""
+    """Pad lists of ids with -100 on the right: (len(rows), width), the width a multiple of `multiple`."""
     longest = max((len(row) for row in rows), default=1)
     width = round_up(longest, multiple)
     table = []
@@ -337,21 +346,23 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
         output: dict[str, Any] = super().torch_call(examples)
-        known: dict[str, Any] = {
+        our_tensors: dict[str, Any] = {
             "row": torch.tensor([example.get("row", -1) for example in examples] * 2),
             "start": completion_starts(output),
         }
-        if examples[0].keys() >= {*LABEL_COLUMNS, "rate"}:  # a user may have a column of one of these names
-            known["label_at"] = torch.tensor(_join_sides(examples, "label_at"))
+        # All of them: a user may have a column of one of these names.
+        has_labels = examples[0].keys() >= {*LABEL_COLUMNS, "rate"}
+        if has_labels:
+            our_tensors["label_at"] = torch.tensor(_join_sides(examples, "label_at"))
             # Padded to a multiple of 8, so that batches of different labels can be concatenated.
-            known["candidates"] = pad_ids(_join_sides(examples, "candidates"), 8)
-            known["gold_index"] = torch.tensor([example["gold_index"] for example in examples] * 2)
-            known["correctness_rate"] = torch.tensor([example["rate"] for example in examples] * 2)
+            our_tensors["candidates"] = pad_ids(_join_sides(examples, "candidates"), multiple=8)
+            our_tensors["gold_index"] = torch.tensor([example["gold_index"] for example in examples] * 2)
+            our_tensors["correctness_rate"] = torch.tensor([example["rate"] for example in examples] * 2)
         if self.reads_reasoning:
-            known["reasoning"] = torch.tensor(_join_sides(examples, "reasoning"))
+            our_tensors["reasoning"] = torch.tensor(_join_sides(examples, "reasoning"))
         if self.layout is not None:
-            known["layout"] = lay_out_pairs(output, known, self.pad_token_id, **self.layout)
-        output[KEY] = known
+            our_tensors["layout"] = lay_out_pairs(output, our_tensors, self.pad_token_id, **self.layout)
+        output[KEY] = our_tensors
         return output
 
 
@@ -371,24 +382,27 @@ def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.where(has_completion, first_index, lengths)
 
 
-def lay_out_pairs(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
+def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
     """Lay out the 2 B rows of TRL's tensors, which its collator may have truncated.
 
-    The tokens that `completion_mask` selects are scored. Known labels become queries.
+    The tokens that `completion_mask` selects are scored. Labels, if `our_tensors` has them, become queries.
 
     Args:
         inputs: TRL's tensors: `input_ids`, `attention_mask` and `completion_mask`, (2 B, S).
-        known: Our tensors of the same rows.
+        our_tensors: What `PairCollator` adds for the same rows.
         pad: Token id of padding.
         **layout: `shared` and `packed` of `lay_out_rows`.
 
     Returns:
         The batch.
+
+    Raises:
+        ValueError: A row was truncated before its label.
     """
     ids = inputs["input_ids"].cpu().numpy().copy()  # a worker moves the tensor to shared memory and frees the old one
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
     lengths = inputs["attention_mask"].sum(-1).tolist()
-    starts = known.get("start")
+    starts = our_tensors.get("start")
     if starts is None:
         starts = completion_starts(inputs)
     rows = []
@@ -397,18 +411,20 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], known: Mapping[str, Tensor], pad
         rows.append(Row(row_ids[:start], row_ids[start:length]))
         tokens.append(np.flatnonzero(mask) - start)
     queries = []
-    if "label_at" in known:
-        queries = _make_label_queries(rows, known)
+    if "label_at" in our_tensors:
+        queries = _make_label_queries(rows, our_tensors)
     return lay_out_rows(rows, queries, len(rows), pad, tokens=tokens, **layout)
 
 
-def _make_label_queries(rows: Sequence[Row], known: Mapping[str, Tensor]) -> list[Query]:
+def _make_label_queries(rows: Sequence[Row], our_tensors: Mapping[str, Tensor]) -> list[Query]:
+    """Ask for the label probabilities of every row; ValueError if a row was truncated before its label."""
     queries = []
-    for number, label_at in enumerate(known["label_at"].tolist()):
-        if label_at >= len(rows[number].completion):
-            row = int(known["row"][number])
+    for number, label_at in enumerate(our_tensors["label_at"].tolist()):
+        is_cut_off = label_at >= len(rows[number].completion)
+        if is_cut_off:
+            row = int(our_tensors["row"][number])
             raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
-        candidates = [token for token in known["candidates"][number].tolist() if token >= 0]
-        gold = int(known["gold_index"][number])
+        candidates = [token for token in our_tensors["candidates"][number].tolist() if token >= 0]  # without padding
+        gold = int(our_tensors["gold_index"][number])
         queries.append(Query(row=number, token=label_at, candidates=candidates, gold=gold))
     return queries

@@ -17,36 +17,44 @@ _MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.s
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint that was written completely; None if there is none.
+    """Return the newest checkpoint that was written completely; None if there is none, or no folder.
 
     Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
     number and lacks that file, or holds a part of it.
     """
-    steps = {}
+    path_by_step = {}
     for path in Path(output_dir).glob("checkpoint-*"):
         match = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if match is not None:
-            steps[int(match[1])] = path
-    for _, path in sorted(steps.items(), reverse=True):
+            path_by_step[int(match[1])] = path
+    for _, path in sorted(path_by_step.items(), reverse=True):
         try:
             state = json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # the file is missing or cut off
             continue
-        if isinstance(state, dict) and any((path / name).exists() for name in _MODELS):
+        has_model = any((path / name).exists() for name in _MODELS)
+        if isinstance(state, dict) and has_model:
             return path
     return None
 
 
-def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
-    """Link the newest complete checkpoint, and the best one, into `target`, which will be renamed to `place`.
+def copy_newest(checkpoints: Path, target: Path, final: Path) -> None:
+    """Link the newest complete checkpoint, and the best one, into `target`, which will be renamed to `final`.
 
-    Complete checkpoints are never written to again. One that is deleted meanwhile raises an OSError.
+    Complete checkpoints are never written to again, so links suffice. Only the newest checkpoint's own path to the
+    best one is rewritten, in a copy. Without a complete checkpoint nothing is done.
+
+    Raises:
+        OSError: A training deleted or added a checkpoint meanwhile.
     """
     newest = newest_complete(checkpoints)
     if newest is None:
         return
     state = json.loads((newest / "trainer_state.json").read_text())
-    best = Path(state["best_model_checkpoint"] or newest).name
+    has_best = state["best_model_checkpoint"] is not None  # none is chosen if the last one is kept
+    best = newest.name
+    if has_best:
+        best = Path(state["best_model_checkpoint"]).name
 
     def copy_file(source: str, destination: str) -> None:
         link_or_copy(Path(source), Path(destination))
@@ -55,9 +63,9 @@ def copy_newest(checkpoints: Path, target: Path, place: Path) -> None:
         shutil.copytree(checkpoints / name, target / name, copy_function=copy_file)
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
-    if state["best_model_checkpoint"] is not None:
-        moved = json.dumps({**state, "best_model_checkpoint": str(place / best)})
-        write_text(target / newest.name / "trainer_state.json", moved)
+    if has_best:
+        moved_state = {**state, "best_model_checkpoint": str(final / best)}
+        write_text(target / newest.name / "trainer_state.json", json.dumps(moved_state))
 
 
 def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
@@ -71,6 +79,9 @@ def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dic
     Returns:
         Keyword arguments of `TrainingArguments`.
 
+    Raises:
+        ValueError: There is no such rule.
+
     >>> checkpoint_arguments("val_ece", 50)["metric_for_best_model"]
     'val_ece'
     >>> checkpoint_arguments("last", 50)["save_total_limit"]
@@ -78,11 +89,11 @@ def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dic
     """
     if rule not in (LAST, *KEEP):
         raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
-    saved = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
+    save = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
     if not measured:
-        return {"eval_strategy": "no", **saved}
-    evaluated = {"eval_strategy": "steps", "eval_steps": steps, **saved}
+        return {"eval_strategy": "no", **save}
+    evaluate = {"eval_strategy": "steps", "eval_steps": steps, **save}
     if rule == LAST:
-        return evaluated
-    best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
-    return {**evaluated, **best, "save_total_limit": 2}  # the best and the newest
+        return evaluate
+    keep_best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
+    return {**evaluate, **keep_best, "save_total_limit": 2}  # the best and the newest
