@@ -59,7 +59,10 @@ class AnswerMap:
         return self.question
 
     def parse_row(self, raw: Raw) -> Draft | str:
-        """Turn a row into a draft."""
+        """Turn a row into a draft; ValueError if its question is empty or its answer cannot be used.
+
+        No row is left out, so no reason is ever returned: the type is that of every row parser.
+        """
         templates = self._question_templates()
         fields = {name: fill_template(template, raw) for name, template in templates.items()}
         is_empty = not any(value.strip() for value in fields.values())
@@ -87,11 +90,11 @@ class AnswerMap:
             try:
                 return parse_json(value)
             except ValueError:
-                return value  # an answer may begin with a bracket
+                return value  # no list: an answer may begin with a bracket
         return value
 
     def _read_accepted(self, value: object, grade: Grade) -> tuple[str, ...]:
-        """Return the accepted answers; ValueError names what is wrong with one."""
+        """Return the accepted answers without repetitions; ValueError names what is wrong with one."""
         values = value if isinstance(value, list) else [value]
         if not values:
             raise ValueError(f"{self.answer}: an empty list of answers")
@@ -107,8 +110,10 @@ class AnswerMap:
         return tuple(accepted)
 
     def _read_answer(self, value: object) -> str:
+        """Return one accepted answer as text; what follows the last `####` counts."""
         is_nan = value != value
-        if isinstance(value, bool) or not isinstance(value, str | int | float) or is_nan:
+        is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool) and not is_nan
+        if not is_text_or_number:
             kind = "nan" if is_nan else type(value).__name__
             hint = ""
             if isinstance(value, dict):

@@ -74,7 +74,7 @@ class Task:
     answers: Files | None = None
 
     def choose_parser(self, raw: Raw) -> RowParser:
-        """Return what parses the rows of a file, judged by its first row."""
+        """Return what parses the rows of a file: `parse`, or the map that fits its first row best."""
         if self.parse is not None:
             return self.parse
 
@@ -90,7 +90,8 @@ def parse_reward_bench_2(raw: Raw) -> Draft | str:
     """Parse a row of RewardBench 2: the best of four replies, one chosen and three rejected.
 
     The Ties subset has many right replies and often many wrong ones. Which right one and which three wrong ones are
-    used is drawn by the row's id, so that no position in the source's lists is favoured.
+    used is drawn by the row's id, so that no position in the source's lists is favoured. A row without a chosen reply
+    or without three rejected ones is left out.
     """
     row_id = str(get_field(raw, "id"))
     chosen = convert_texts("chosen", get_field(raw, "chosen"))
@@ -124,6 +125,7 @@ def parse_tldr(raw: Raw) -> Draft | str:
 
 
 def _parse_tldr_release(raw: Raw) -> Draft | str:
+    """Parse a row of the release, with its post written as the hub writes it; a news article's is left out."""
     info = get_field(raw, "info")
     summaries = get_field(raw, "summaries")
     if not isinstance(info, dict) or info.get("post") is None:
@@ -163,6 +165,7 @@ _CODE: dict[str, dict[str, Any]] = {
 
 
 def _load_benchmarks() -> dict[str, Task]:
+    """Read the table, add what only code can say, and check every task's fields."""
     file = resources.files("catto.tasks") / "benchmarks.toml"
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     rows = {}

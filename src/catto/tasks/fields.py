@@ -19,6 +19,7 @@ from catto.tasks.splits import Draft
 LETTERS = tuple(ascii_uppercase)
 ANSWER = "answer line"  # the field that holds a row's line of a file of answers
 Raw = Mapping[str, Any]
+# What an answer is. If several styles fit a file, the first of them in this order is taken.
 Style = Literal["label", "index", "index1", "text", "boolean"]
 MEANING: dict[Style, str] = {
     "label": "an option's label",
@@ -96,10 +97,15 @@ class RowOptions(NamedTuple):
 
 
 class InferredStyle(NamedTuple):
-    """A field map with an answer style that fits all rows, and an error if other styles fit too and differ."""
+    """A field map with an answer style that fits all rows.
+
+    Attributes:
+        field_map: The map with that style.
+        ambiguity: An error to raise if two styles fit all rows and mean different options in one; None otherwise.
+    """
 
     field_map: FieldMap
-    doubt: DataError | None
+    ambiguity: DataError | None
 
 
 class StyleConflict(NamedTuple):
@@ -173,12 +179,15 @@ class FieldMap:
         return self.question
 
     def parse_row(self, raw: Raw) -> Draft | str:
-        """Turn a row into a draft, or return the reason to leave it out."""
+        """Turn a row into a draft, or return the reason to leave it out; ValueError if a field is not as expected.
+
+        A map without a style reads the answer as a label.
+        """
         options = self._read_options(raw)
-        golds = self._match_answer(raw, options, styles=(self.style or "label",))
-        if golds is None:
+        gold_by_style = self._match_answer(raw, options, styles=(self.style or "label",))
+        if gold_by_style is None:
             return "no_gold_label"
-        (gold,) = golds.values()
+        (gold,) = gold_by_style.values()
         templates = self._question_templates()
         fields = {name: fill_template(template, raw) for name, template in templates.items()}
         is_empty = not any(value.strip() for value in fields.values())
@@ -193,36 +202,43 @@ class FieldMap:
         return Draft(fields=fields, options=options.texts, gold=gold, id=question_id, group=group)
 
     def infer_style(self, rows: Iterable[SourceRow]) -> InferredStyle:
-        """Find the answer style that fits all rows; DataError if none does.
+        """Find the answer style that fits all rows: the first in the order of `Style` if several do.
 
-        Labels that the rows give themselves come before other styles.
+        Without rows that is `label`. Rows whose answer is one of `skip` fit every style.
 
         Returns:
-            The map with that style. If several styles fit and mean different options, also an error that says so.
+            The map with that style. If several styles fit and mean different options in some row, also an error that
+            says so, for the caller to raise. There is none if the map or the rows give labels and the answers fit them.
+
+        Raises:
+            DataError: No style fits all rows, or a row has no valid options or no answer.
         """
-        styles: tuple[Style, ...] = get_args(Style)
+        fitting_styles: tuple[Style, ...] = get_args(Style)
         has_own_labels = self.labels is not None
         conflicts: dict[tuple[Style, Style], StyleConflict] = {}  # the first row of every pair of styles
         for row in rows:
             with data_errors_at(row.file, row.number):
                 options = self._read_options(row.fields)
-                golds = self._match_answer(row.fields, options, styles=styles)
-            if golds is None:
+                gold_by_style = self._match_answer(row.fields, options, styles=fitting_styles)
+            if gold_by_style is None:  # the answer is one of `skip`
                 continue
-            styles = tuple(golds)
+            fitting_styles = tuple(gold_by_style)
             if options.labels is not None:
                 has_own_labels = True
-            for first, second in combinations(golds, 2):
-                if golds[first] != golds[second]:
+            for first, second in combinations(fitting_styles, 2):
+                if gold_by_style[first] != gold_by_style[second]:
                     conflicts.setdefault((first, second), StyleConflict(row, first, second))
-        if has_own_labels and "label" in styles:
-            return InferredStyle(replace(self, style="label"), None)
-        doubt = None
+        if has_own_labels and "label" in fitting_styles:
+            return InferredStyle(replace(self, style="label"), ambiguity=None)
+        chosen_style = fitting_styles[0]
+        ambiguity = None
         for conflict in conflicts.values():
-            if conflict.first in styles and conflict.second in styles:
-                doubt = self._explain_conflict(conflict)
+            # Where two styles mean different options, the chosen style differs from at least one of them.
+            both_fit_all_rows = conflict.first in fitting_styles and conflict.second in fitting_styles
+            if both_fit_all_rows:
+                ambiguity = self._explain_conflict(conflict)
                 break
-        return InferredStyle(replace(self, style=styles[0]), doubt)
+        return InferredStyle(replace(self, style=chosen_style), ambiguity)
 
     def _explain_conflict(self, conflict: StyleConflict) -> DataError:
         row = conflict.row
@@ -244,6 +260,7 @@ class FieldMap:
         return "+".join(self.options)
 
     def _read_options(self, raw: Raw) -> RowOptions:
+        """Return the options of a row; ValueError if they are not as many, as distinct or of the types expected."""
         labels: object = None
         if self.shared_options:
             texts = self.shared_options
@@ -258,10 +275,11 @@ class FieldMap:
         return RowOptions(self._check_labels(labels, len(texts)), texts)
 
     def _read_columns(self, raw: Raw, columns: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the texts in several columns; a row with fewer options than columns leaves the last ones empty."""
         filled = list(columns)
         if self.count is None:
-            while filled and raw.get(filled[-1], 0) in (None, ""):
-                filled.pop()  # a row with fewer options leaves the last columns empty
+            while filled and filled[-1] in raw and raw[filled[-1]] in (None, ""):
+                filled.pop()
         texts = [get_field(raw, name) for name in filled]
         return convert_texts(self._options_name, texts)
 
@@ -280,9 +298,10 @@ class FieldMap:
             return texts, labels
         if not isinstance(value, dict):
             return value, None
-        if isinstance(value.get("text"), list):
+        has_two_lists = isinstance(value.get("text"), list)
+        if has_two_lists:
             return value["text"], value.get("label")
-        maps_text_to_mark = self.answer == self.options
+        maps_text_to_mark = self.answer == self.options  # {"red": 0, "blue": 1}
         if maps_text_to_mark:
             return list(value), None
         return list(value.values()), list(value)  # label -> text
@@ -296,10 +315,12 @@ class FieldMap:
         if not is_expected_count:
             expected = self.count or f"2 to {len(LETTERS)}"
             raise ValueError(f"{shown}: expected {expected} options, got {len(texts)}")
+        # A stated count belongs to a benchmark, whose empty options are kept as they were published.
         if self.count is None and not all(text.strip() for text in texts):
             raise ValueError(f"{shown}: an option is empty")
 
     def _check_labels(self, labels: object, count: int) -> tuple[str, ...] | None:
+        """Return the labels of a row as texts; None if it has none, neither as a whole nor in any option's object."""
         if labels is None or labels == [None] * count:
             return None
         shown = self._options_name
@@ -312,9 +333,23 @@ class FieldMap:
     # ---- the answer -------------------------------------------------------------------------------------------------
 
     def _match_answer(self, raw: Raw, options: RowOptions, styles: Sequence[Style]) -> dict[Style, int] | None:
-        """Return the index of the option that the answer means in each style that fits; None for a row to skip."""
+        """Match the answer of a row with its options.
+
+        Args:
+            raw: The row.
+            options: Its options.
+            styles: The styles to try. A column of options or marks that give the answer fit all of them.
+
+        Returns:
+            Each style that fits, in the order of `styles` -> the index of the option that the answer means in it. None
+            if the answer is one of `skip`.
+
+        Raises:
+            ValueError: No style fits, or the only style fits two options.
+        """
         count = len(options.texts)
-        if isinstance(self.options, tuple) and self.answer in self.options[:count]:
+        is_one_of_the_options = isinstance(self.options, tuple) and self.answer in self.options[:count]
+        if is_one_of_the_options:
             return dict.fromkeys(styles, self.options.index(self.answer))
         value = get_field(raw, self.answer)
         if isinstance(value, dict | list):
@@ -325,21 +360,23 @@ class FieldMap:
             answer = str(value).strip()
         if answer in self.skip:
             return None
-        golds: dict[Style, int] = {}
+        gold_by_style: dict[Style, int] = {}
         for style in styles:
             names = self._option_names(style, options)
             name = _name_in_style(answer, style)
             if style == "label" and options.labels is None and name not in names:
-                name = answer.upper()
+                name = answer.upper()  # "b" for the letter B
             if name in names:
-                golds[style] = names.index(name)
+                gold_by_style[style] = names.index(name)
+            # Of several styles another may still tell the two options apart.
             if len(styles) == 1 and names.count(name) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
-        if not golds:
+        if not gold_by_style:
             expected = join_names(self._option_names(styles[0], options))
-            more = ", nor an option's text or index" if len(styles) == len(MEANING) else ""
+            tried_all_styles = len(styles) == len(MEANING)
+            more = ", nor an option's text or index" if tried_all_styles else ""
             raise ValueError(f"{self.answer} {value!r} is not one of {expected}{more}")
-        return golds
+        return gold_by_style
 
     def _read_marks(self, value: dict[str, Any] | list[Any], count: int) -> int:
         """Return the index of the option that is marked with a 1, the others with a 0."""

@@ -105,6 +105,10 @@ def find_rows(task: Task, files: Files | None, data_dir: str | Path | None) -> R
 
     Returns:
         Where the rows of each split are. Nothing has been read yet.
+
+    Raises:
+        DataError: A path or glob matches no file, or the folder has no file of the task.
+        ValueError: Files name an unknown split or do not match those of the answers, or there is no source at all.
     """
     if files is None:
         files = task.files
@@ -151,7 +155,11 @@ def _match_files(pattern: Path) -> list[Path]:
 def _pair_with_answers(
     paths: Mapping[Split, Sequence[Path]], answers: Mapping[Split, Sequence[Path]]
 ) -> dict[Split, list[RowFile]]:
-    """Pair every file of questions with its file of answers, in order; splits without answers keep None."""
+    """Pair every file of questions with its file of answers, in order; without one, `RowFile.answers` is None.
+
+    Raises:
+        ValueError: A split has files of answers, but not as many as of questions.
+    """
     for split, answer_paths in answers.items():
         count = len(paths.get(split, ()))
         if len(answer_paths) == count:
@@ -170,7 +178,10 @@ def _pair_with_answers(
 
 
 def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
-    """Find the files of each split by the task's patterns, else by the usual names; the first match counts."""
+    """Find the files of each split by the task's patterns, else by the usual names.
+
+    All files that the first matching pattern finds are taken. DataError if no split has a file.
+    """
     if not folder.is_dir():
         raise DataError(folder, None, "no such folder")
     # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
@@ -193,11 +204,11 @@ def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
 
 
 def _add_answers(rows: Rows, name: str, answers: Path) -> Rows:
-    """Add to each row its line of the file of answers."""
+    """Add to each row its line of the file of answers; DataError at the end unless there is one line for each row."""
     lines = [line for _, line in read_lines(answers)]
     count = 0
     for number, raw in rows:
-        count += 1
+        count += 1  # of all rows, for the error below
         if count <= len(lines):
             yield number, {**raw, ANSWER: lines[count - 1]}
     if count != len(lines):
@@ -309,7 +320,11 @@ def load_questions(
         limit: Maximum number of questions; None for all training questions, or the task's own sample size.
 
     Returns:
-        An iterator over the questions, with a report.
+        An iterator over the questions, with a report that fills as they are read.
+
+    Raises:
+        ValueError: The task, split, seed or limit is not valid.
+        DataError: A file is missing, or its answers fit no style. A bad row raises it when that row is read.
 
     >>> loaded = load_questions("witnesses", "test", limit=3)
     >>> len(list(loaded)), loaded.report.kept
@@ -354,13 +369,17 @@ def _generate_questions(generate: QuestionGenerator, limit: int | None, report: 
 
 
 def _with_answer_style(task: Task, source: RowSource) -> Task:
-    """Infer what the answers of a user's own file are, where the user has not said so."""
+    """Infer what the answers of a user's own file are, if the user has not said so; that reads all its rows.
+
+    Raises:
+        DataError: No style fits all rows, or several do and differ.
+    """
     first_map = next(iter(task.maps), None)
     if not isinstance(first_map, FieldMap) or first_map.style is not None:
         return task
     inferred = first_map.infer_style(_all_rows(source))
-    if inferred.doubt is not None:
-        raise inferred.doubt
+    if inferred.ambiguity is not None:
+        raise inferred.ambiguity
     return replace(task, maps=(inferred.field_map,))
 
 
@@ -406,7 +425,11 @@ class QuestionLoader:
         self.report.files = [row_file.name for row_file in self.source.parts[origin]]
 
     def _choose_cut(self) -> None:
-        """Cut a file where a split has none of its own, and note it in the report."""
+        """Cut a file where a split has none of its own, and note it in the report.
+
+        The task says which file is cut and how. If it does not, or that file is missing, the held-out splits without a
+        file are cut from the training file. Sets `cut`, which stays None if nothing needs to be cut.
+        """
         available = self.source.available
         missing = [split for split in _HELD_OUT if split not in available]
         cut = self.task.cut
@@ -433,16 +456,20 @@ class QuestionLoader:
             return splits.digest(self.task.name, "train", self.seed, question.id)
 
         drawn = heapq.nsmallest(self.limit, self._stream_training(), key=random_key)
+        # All rows have been read by now, so the report counts them all.
         usable = self.report.read - self.report.dropped.total()
         self.report.dropped["not_drawn"] += usable - len(drawn)
         yield from drawn
 
     def _stream_training(self) -> Iterator[Question]:
-        """Yield the training questions in the order of the file, without those that any seed holds out."""
+        """Yield the training questions in the order of the file, without those that any seed holds out.
+
+        The files with validation and test rows are read before the first question.
+        """
         pools: dict[Split, list[SplitEntry]] = {}
         for split in _HELD_OUT:
             origin = self._origin_of(split)
-            if origin not in pools:
+            if origin not in pools:  # one file may hold both
                 pools[origin] = self._read_entries(origin)
         held_out = splits.collect_held_out(
             pools,
@@ -495,14 +522,14 @@ class QuestionLoader:
 
     def _read_chosen(self, origin: Split, chosen: Sequence[SplitEntry]) -> Iterator[Question]:
         """Parse the chosen rows of a file; yield their questions in the order of `chosen`."""
-        id_at_place = {entry.place: entry.id for entry in chosen}
+        id_of_row = {entry.row_index: entry.id for entry in chosen}
         questions: dict[str, Question] = {}
-        for place, row in enumerate(self.source.rows(origin)):
-            if place not in id_at_place:
+        for row_index, row in enumerate(self.source.rows(origin)):
+            if row_index not in id_of_row:
                 continue
             draft = self._parse_row(row)
-            if isinstance(draft, Draft):
-                question_id = id_at_place[place]
+            if isinstance(draft, Draft):  # always: rows without a draft have no entry
+                question_id = id_of_row[row_index]
                 questions[question_id] = self._make_question(question_id, draft)
         for entry in chosen:
             yield questions[entry.id]
@@ -531,10 +558,13 @@ class QuestionLoader:
         """Parse the rows of a split's files and give each an id; count them in the report if there is one.
 
         The id is the source's own, which must be unique. Otherwise it is a hash of the content, and the number of
-        earlier rows with the same content.
+        earlier rows with the same content. Rows to leave out are not yielded.
+
+        Raises:
+            DataError: A row cannot be parsed, or its id is that of an earlier row.
         """
-        seen: Counter[str] = Counter()
-        for place, row in enumerate(self.source.rows(origin)):
+        earlier_rows: Counter[str] = Counter()  # by the source's id, or by the hash of the content
+        for row_index, row in enumerate(self.source.rows(origin)):
             draft = self._parse_row(row)
             if report is not None:
                 report.read += 1
@@ -545,19 +575,19 @@ class QuestionLoader:
             if draft.id is None:
                 answers = draft.accepted or draft.gold
                 content_id = content_hash([draft.fields, draft.options, answers])
-                question_id = f"{content_id}-{seen[content_id]}"
-                seen[content_id] += 1
+                question_id = f"{content_id}-{earlier_rows[content_id]}"
+                earlier_rows[content_id] += 1
             else:
                 question_id = draft.id
-                if question_id in seen:
+                if question_id in earlier_rows:
                     raise DataError(row.file, row.number, f"id {question_id!r} occurs in an earlier row too")
-                seen[question_id] += 1
+                earlier_rows[question_id] += 1
             content = splits.content_key(draft)
             group = content if draft.group is None else splits.group_key(draft.group)
-            yield ParsedRow(SplitEntry(place, question_id, group, content), draft)
+            yield ParsedRow(SplitEntry(row_index, question_id, group, content), draft)
 
     def _parse_row(self, row: SourceRow) -> Draft | str:
-        """Return the row's draft, or the reason to leave it out."""
+        """Return the row's draft, or the reason to leave it out; the first row of a file chooses its parser."""
         if row.file not in self.parsers:
             self.parsers[row.file] = self.task.choose_parser(row.fields)
         with data_errors_at(row.file, row.number):
@@ -565,7 +595,8 @@ class QuestionLoader:
 
     def _make_question(self, question_id: str, draft: Draft) -> Question:
         """Make the question, with its options in their final order."""
-        if draft.accepted:
+        has_short_answer = bool(draft.accepted)
+        if has_short_answer:
             return Question(
                 id=question_id,
                 task=self.task.name,
@@ -580,7 +611,9 @@ class QuestionLoader:
         labels = self.task.labels
         if draft.options == labels:  # words that are their own labels keep them wherever they are listed
             labels = tuple(labels[index] for index in order)
-        options = [Option(label=labels[place], text=draft.options[index]) for place, index in enumerate(order)]
+        options = []
+        for position, index in enumerate(order):
+            options.append(Option(label=labels[position], text=draft.options[index]))
         return Question(
             id=question_id,
             task=self.task.name,
@@ -591,6 +624,10 @@ class QuestionLoader:
         )
 
     def _option_order(self, question_id: str, draft: Draft) -> list[int]:
+        """Return the indices of the draft's options in their final order.
+
+        Options that name letters keep their order, and the question is counted as `unshuffled` in the report.
+        """
         count = len(draft.options)
         if self.task.order == "fixed":
             return list(range(count))

@@ -74,6 +74,9 @@ def from_file(
     Returns:
         The task. The file is not read yet.
 
+    Raises:
+        ValueError: The arguments contradict each other, or `fields` has an unknown part or lacks one.
+
     >>> task = from_file("my.jsonl", fields={"question": "stem", "options": "choices", "answer": "key"})
     >>> task.cut.parts
     ('validation', 'test', 'train')
@@ -148,7 +151,10 @@ def _cut_missing_splits(files: Mapping[Split, Sequence[str | Path]]) -> Cut | No
 
 
 def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
-    """Return the options that all rows share if each is a single word, which then is its own label; else none."""
+    """Return the options that all rows share if each is a single word, which then is its own label; else none.
+
+    Empty too if each row has options of its own.
+    """
     are_single_words = all(len(option.split()) == 1 for option in row_map.shared_options)
     if not are_single_words:
         return ()
@@ -172,7 +178,10 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
     Args:
         fields: Part of the map -> the names in the file.
         style: What the answer is; None if that is still to be inferred.
-        labels: The labels in option order that answers use.
+        labels: The labels in option order that answers use; a field of labels in `fields` comes before them.
+
+    Raises:
+        ValueError: A part of the map is unknown or missing, or the style is unknown.
     """
     _check_names(fields)
     known_styles = get_args(Style)
@@ -196,6 +205,9 @@ def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | No
         fields: Part of the map -> the names in the file.
         grade: How answers are compared; None is decided by each row.
         tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
+
+    Raises:
+        ValueError: A part of the map is unknown or missing, or the grade, the tolerance or labels do not go with it.
     """
     _check_names(fields)
     if grade is not None and grade not in GRADES:
@@ -210,6 +222,7 @@ def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | No
 
 
 def _check_names(fields: Fields) -> None:
+    """Raise ValueError for an unknown part of the map, a missing one, or several fields where one is expected."""
     known = _NEEDED + _OPTIONAL
     for name, value in fields.items():
         if name not in known:
@@ -223,6 +236,7 @@ def _check_names(fields: Fields) -> None:
 
 
 def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | Mapping[str, str]:
+    """Return the question's template, or its fields by the names that a prompt shows; a list names each by itself."""
     if isinstance(question, str):
         template = question.replace("\\n", "\n")  # a line break typed in a shell
         if re.search("[{}]", re.sub(PLACEHOLDER, "", template)):
@@ -233,17 +247,17 @@ def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | 
     return {name: name for name in question}
 
 
-def own_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
-    """Make a task of a block of settings, as a recipe or a task file holds it."""
-    path = block.files or block.path
+def own_task(name: str, settings: TaskSettings, seeds: Sequence[int] = ()) -> Task:
+    """Make a task of the settings in a recipe or a task file; ValueError if they name no file or contradict."""
+    path = settings.files or settings.path
     if path is None:
         raise ValueError("path or files: the file of the questions is missing")
-    options: dict[str, Any] = block.model_dump(include={"answer", "answers", "labels", "grade", "tolerance"})
-    return from_file(path, fields=block.fields or {}, name=name, seeds=seeds, **options)
+    options: dict[str, Any] = settings.model_dump(include={"answer", "answers", "labels", "grade", "tolerance"})
+    return from_file(path, fields=settings.fields or {}, name=name, seeds=seeds, **options)
 
 
 def task_name(path: str | Path) -> str:
-    """Return the name of a task that is known by its file alone.
+    """Return the name of a task that is known by its file alone; it gets `own_` before the name of a benchmark.
 
     >>> task_name("data/my questions.jsonl.gz")
     'my_questions'
@@ -259,14 +273,17 @@ def task_name(path: str | Path) -> str:
 
 
 def propose(files: Files, answers: Files | None = None) -> ProposedFields:
-    """Propose a map of fields that fits the first rows of the files; DataError if none is found.
+    """Propose a map of fields that fits the first rows of the first split's files.
 
     Args:
         files: Split -> its files.
         answers: Files with one answer per line, if the rows hold no answers.
 
     Returns:
-        The value of `fields` for `from_file`.
+        The value of `fields` for `from_file`; without `answer` if there are files of answers.
+
+    Raises:
+        DataError: The files have no rows, or no map fits them.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -297,6 +314,8 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
 def suggests_numbers(files: Files, fields: Fields, answers: Files | None = None) -> bool:
     """Return whether the first rows of a map without options all have numbers as answers.
 
+    False also if the map does not fit a row.
+
     Args:
         files: Split -> its files.
         fields: Part of the map -> the names in the file.
@@ -325,7 +344,12 @@ def _flatten_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
-    """Yield maps of the fields that their names and values suggest, the likeliest first."""
+    """Yield maps of the fields that their names and values suggest, the likeliest first.
+
+    Args:
+        values: Field -> its value in the first row, from `_flatten_fields`.
+        has_answer_file: Whether the answers are in a file of their own.
+    """
     for options in _candidate_options(values):
         if has_answer_file:
             answer_fields = [ANSWER]
@@ -334,14 +358,14 @@ def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iter
             if isinstance(options, str) and _marks_answer(values.get(options)):
                 answer_fields.insert(0, options)
         for answer in answer_fields:
-            choices = options
-            if isinstance(options, list) and _WRONG.search(options[0]):
-                choices = [answer, *options]  # the columns hold the wrong options only
+            option_fields = options
+            if isinstance(options, list) and _WRONG.search(options[0]):  # the columns hold the wrong options only
+                option_fields = [answer, *options]
             used = {answer}
-            used.update([choices] if isinstance(choices, str) else choices)
+            used.update([option_fields] if isinstance(option_fields, str) else option_fields)
             question = _propose_question(values, used)
             if question is not None:
-                yield {"question": question, "options": choices, "answer": answer}
+                yield {"question": question, "options": option_fields, "answer": answer}
 
 
 def _candidate_open_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
@@ -364,11 +388,12 @@ def _candidate_options(values: Mapping[str, Any]) -> list[str | list[str]]:
         elif isinstance(value, str):
             match = _NUMBERED_COLUMN.fullmatch(name)
             if match is not None:
-                columns_by_stem[match[1]].append(name)
+                stem = match[1]  # of option_a: option
+                columns_by_stem[stem].append(name)
     for columns in columns_by_stem.values():
         if len(columns) > 1:
             candidates.append(columns)
-    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))
+    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))  # those with a usual name first
     return [*candidates, "yes|no"]
 
 
@@ -384,24 +409,32 @@ def _usual_fields(values: Mapping[str, Any], part: str) -> list[str]:
 
 
 def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
-    """Return the field of the question, or a template with its context; None if no field of text is left."""
-    texts = []
+    """Return the field of the question, or a template with its context; None if no field of text is left.
+
+    A field with a usual name is taken, else the one with the longest text.
+
+    Args:
+        values: Field -> its value in the first row.
+        used: The fields of the options and the answer.
+    """
+    text_fields = []
     for name, value in values.items():
         if isinstance(value, str) and name not in used:
-            texts.append(name)
-    questions = [name for name in _usual_fields(values, "question") if name in texts]
+            text_fields.append(name)
+    questions = [name for name in _usual_fields(values, "question") if name in text_fields]
     if not questions:
-        questions = sorted(texts, key=lambda name: -len(values[name]))  # the longest first
+        questions = sorted(text_fields, key=lambda name: -len(values[name]))  # the longest first
     if not questions:
         return None
     question = questions[0]
     for context in _usual_fields(values, "context"):
-        if context in texts and context != question:
+        if context in text_fields and context != question:
             return f"{{{context}}}\\n{{{question}}}"
     return question
 
 
 def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
+    """Whether a map can read these rows; a map with options also if more than one answer style fits."""
     try:
         if "options" in fields:
             field_map(fields).infer_style(rows)
@@ -425,7 +458,8 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
             problem = f"{join_names(lists)} are lists of {len(value)}"
             return DataError(file, 1, f"{problem}: a row holds several questions, write a row for each")
     for name, value in values.items():
-        if isinstance(value, str) and _WRONG.search(name) and ";" in value:
+        is_joined_list = isinstance(value, str) and ";" in value
+        if is_joined_list and _WRONG.search(name):
             message = f"{name}: several options in one text: write a list, or a column for each option"
             return DataError(file, 1, message)
     names = join_names(list(values))

@@ -58,6 +58,8 @@ def reading_probabilities(true_value: int, spread: float) -> list[float]:
 def quantity_posterior(readings: Sequence[Reading]) -> list[float]:
     """Return P(value | readings of one quantity) for every value of the scale, from a uniform prior.
 
+    Without readings that is the prior.
+
     >>> [round(p, 3) for p in quantity_posterior([Reading("a", 0, 0.1), Reading("a", 0, 0.6)])]
     [0.954, 0.043, 0.002, 0.0, 0.0, 0.0]
     """
@@ -206,8 +208,8 @@ def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple
         The reasoning and the sum.
     """
     _check_temperature(temperature)
-    key = digest("respond", question.id, repr(float(temperature)), seed)
-    draws = random.Random(int.from_bytes(key, "big"))
+    random_key = digest("respond", question.id, repr(float(temperature)), seed)
+    draws = random.Random(int.from_bytes(random_key, "big"))
     readings = readings_of(question)
     if temperature == 0:
         total = int(likeliest_sum(question))
@@ -246,9 +248,10 @@ def judge_sum(question: Question, answer: str, temperature: float, seed: int) ->
     probability = _probability_of(question, answer)
     if temperature == 0:
         return probability >= 0.5
-    key = digest("judge", question.id, answer, repr(float(temperature)), seed)
-    draws = random.Random(int.from_bytes(key, "big"))
-    return _draw_index(draws, _sharpen([1 - probability, probability], temperature)) == 1
+    random_key = digest("judge", question.id, answer, repr(float(temperature)), seed)
+    draws = random.Random(int.from_bytes(random_key, "big"))
+    wrong_or_right = _sharpen([1 - probability, probability], temperature)
+    return _draw_index(draws, wrong_or_right) == 1
 
 
 def state_confidence(question: Question, answer: str, temperature: float) -> str:
@@ -256,7 +259,7 @@ def state_confidence(question: Question, answer: str, temperature: float) -> str
 
     Args:
         question: A question of this world.
-        answer: The teacher's answer.
+        answer: The teacher's answer, a sum that two values of the scale can have.
         temperature: The T above, more than 0: the temperature at which the answer was drawn.
 
     Returns:
@@ -267,6 +270,7 @@ def state_confidence(question: Question, answer: str, temperature: float) -> str
 
 
 def _probability_of(question: Question, answer: str) -> float:
+    """Return the posterior probability of a sum; 0 for an answer that is no sum of two values."""
     probabilities = sum_posterior(readings_of(question))
     possible = {str(total): probability for total, probability in enumerate(probabilities)}
     return possible.get(answer, 0.0)
@@ -278,6 +282,6 @@ def _check_temperature(temperature: float) -> None:
 
 
 def _sharpen(probabilities: Sequence[float], temperature: float) -> list[float]:
-    """Return p^(1/T), normalised."""
-    largest = max(probabilities)
+    """Return p^(1/T), normalised; T is more than 0."""
+    largest = max(probabilities)  # divided by, so that not all powers are rounded to 0
     return _normalize([(probability / largest) ** (1 / temperature) for probability in probabilities])

@@ -69,13 +69,13 @@ class SplitEntry(NamedTuple):
     """What cutting and leak removal need to know of a row.
 
     Attributes:
-        place: Index of the row among all rows of its split's files.
+        row_index: Index of the row among all rows of its split's files.
         id: The question's id.
         group: Hash of the group that must not be cut apart.
         content: Hash of the normalised content.
     """
 
-    place: int
+    row_index: int
     id: str
     group: bytes
     content: bytes
@@ -108,7 +108,8 @@ def owns_generated(text: str, split: Split) -> bool:
 def draw_permutation(key: str, count: int) -> list[int]:
     """Return a uniformly random order of `count` indices that depends on the key alone.
 
-    It is a Fisher-Yates shuffle whose random numbers are the digits of a hash in a mixed radix.
+    It is a Fisher-Yates shuffle whose random numbers are the digits of a hash, written in a mixed radix: each
+    `divmod` takes one digit.
 
     >>> draw_permutation("question 1", 4)
     [1, 0, 3, 2]
@@ -132,6 +133,7 @@ def names_letters(options: tuple[str, ...]) -> bool:
 
 
 def _all_begin_with_letter(options: tuple[str, ...]) -> bool:
+    """Whether the first option begins with "A." or the like, the second with "B.", and so on up to H."""
     lettered = zip("ABCDEFGH", options, strict=False)
     return all(re.match(rf"\s*\(?{letter}[.):]", option) for letter, option in lettered)
 
@@ -160,7 +162,7 @@ def _runs_of_category(categories: str) -> re.Pattern[str]:
 
 
 def normalise_text(text: str) -> str:
-    """Fold case, width, composition, white space and punctuation; a text of punctuation alone keeps it.
+    """Fold case, width, composition, white space and punctuation; a text of nothing else is kept without spaces.
 
     Symbols stay, since `~P` and `P`, or 2 > 1 and 2 < 1, differ.
 
@@ -197,7 +199,8 @@ def group_key(group: str) -> bytes:
 def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
     """Give every group of rows to one part of the cut.
 
-    Groups in the seed's random order fill each part up to its share of the rows.
+    Groups in the seed's random order fill each part up to its share of the rows. Groups stay whole, so a part may get a
+    few rows more.
 
     Args:
         entries: All rows of the file that is cut.
@@ -213,17 +216,17 @@ def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int)
     groups = iter(in_random_order)
     split_of_group: dict[bytes, Split] = {}
     for split, share in cut.shares.items():
-        wanted = int(share * len(entries) + 0.5)
+        wanted_rows = int(share * len(entries) + 0.5)
         if cut.most is not None:
-            wanted = min(wanted, cut.most)
+            wanted_rows = min(wanted_rows, cut.most)
         rows = 0
-        while rows < wanted:
+        while rows < wanted_rows:
             group = next(groups, None)
             if group is None:
                 break
             split_of_group[group] = split
             rows += rows_of_group[group]
-    for group in groups:
+    for group in groups:  # those that no part has taken
         split_of_group[group] = cut.rest
     return split_of_group
 
@@ -258,7 +261,8 @@ def collect_held_out(
 ) -> HeldOutRows:
     """Collect the validation and test rows of every seed.
 
-    Groups count where training rows are cut from the same file.
+    A training row with the content of such a row is left out. If training rows are cut from the same file, so are all
+    rows of its group.
 
     Args:
         pools: For each split whose file holds validation or test rows, all entries of that file.
@@ -266,10 +270,14 @@ def collect_held_out(
         task: Name of the task.
         seeds: All seeds whose held-out rows count.
         seed: The seed that is loaded.
+
+    Returns:
+        The rows, with the reasons that a report names.
     """
     held_out = HeldOutRows()
     for origin, entries in pools.items():
-        if cut is not None and origin == cut.source:
+        is_cut_by_seed = cut is not None and origin == cut.source
+        if is_cut_by_seed:
             continue
         reason = f"content_in_{origin}"
         for entry in entries:
@@ -277,14 +285,14 @@ def collect_held_out(
     if cut is None:
         return held_out
     # The loaded seed comes first, so that its reason is the one reported where there are several.
-    for other in sorted(seeds, key=lambda each: each != seed):
-        split_of_group = assign_groups(pools[cut.source], cut, task, other)
+    for cut_seed in sorted(seeds, key=lambda each: each != seed):
+        split_of_group = assign_groups(pools[cut.source], cut, task, cut_seed)
         for entry in pools[cut.source]:
             part = split_of_group[entry.group]
             if part == "train":
                 continue
             held_out.contents.setdefault(entry.content, f"content_in_{part}")
             if "train" in cut.parts:
-                reason = f"cut_to_{part}" if other == seed else "cut_by_another_seed"
+                reason = f"cut_to_{part}" if cut_seed == seed else "cut_by_another_seed"
                 held_out.groups.setdefault(entry.group, reason)
     return held_out

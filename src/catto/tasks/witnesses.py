@@ -109,6 +109,9 @@ def generate_questions(
     Returns:
         An iterator over the questions, each with its exact posterior.
 
+    Raises:
+        ValueError: No such questions can be drawn (`WitnessWorld.check`), or the split has none of so small a world.
+
     >>> question = next(generate_questions("test", 1, seed=0))
     >>> question.labels, round(sum(question.posterior.values()), 9)
     (('A', 'B', 'C', 'D'), 1.0)
@@ -122,7 +125,11 @@ def generate_questions(
 
 
 def _draw_question(question_id: str, split: Split, world: WitnessWorld) -> Question:
-    """Draw a gold option and statements about it until the statements belong to the split."""
+    """Draw a gold option and statements about it until the statements belong to the split.
+
+    All draws depend on the id alone. ValueError if `_MAX_TRIES` draws give none: so small a world may have no set of
+    statements for this split.
+    """
     draws = random.Random(int.from_bytes(digest(question_id), "big"))
     for _ in range(_MAX_TRIES):
         gold = _draw_index(draws, world.options)
@@ -169,7 +176,7 @@ def _join_statements(statements: Sequence[Statement]) -> str:
 
 
 def statements_of(question: Question) -> list[Statement]:
-    """Read the statements back from the question's own text."""
+    """Read the statements back from the question's own text; ValueError if it has none."""
     matches = _STATEMENT.findall(question.fields.get("question", ""))
     if not matches:
         raise ValueError(f"question {question.id}: no witness in its text")
@@ -202,8 +209,8 @@ def respond(question: Question, temperature: float, seed: int) -> tuple[str, str
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected a finite number, at least 0")
-    key = digest("respond", question.id, repr(float(temperature)), seed)
-    draws = random.Random(int.from_bytes(key, "big"))
+    random_key = digest("respond", question.id, repr(float(temperature)), seed)
+    draws = random.Random(int.from_bytes(random_key, "big"))
     statements = statements_of(question)
     if temperature == 0:
         label = bayes_answer(question)
@@ -230,6 +237,7 @@ def _draw_label(
 
 
 def _draw_quotes(draws: random.Random, statements: Sequence[Statement], answer: int) -> list[Statement]:
+    """Draw which statements the reasoning quotes: at least one, mostly those that name the answer."""
     quoted = []
     for statement in statements:
         chance = QUOTE_SUPPORT if statement.option == answer else QUOTE_OTHER
@@ -237,6 +245,6 @@ def _draw_quotes(draws: random.Random, statements: Sequence[Statement], answer: 
             quoted.append(statement)
     if quoted:
         return quoted
-    # No quote at all would leave the reasoning empty.
+    # No quote at all would leave the reasoning empty: quote the most reliable witness, of those for the answer if any.
     best = max(statements, key=lambda statement: (statement.option == answer, statement.reliability))
     return [best]
