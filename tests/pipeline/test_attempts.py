@@ -15,7 +15,7 @@ from forked import Forked
 
 from catto.errors import DataError
 from catto.pipeline import stage as stages
-from catto.pipeline.attempts import Attempt, LostError, attempt_folders, is_abandoned, lock_run
+from catto.pipeline.attempts import Attempt, AttemptDeletedError, attempt_folders, is_abandoned, lock_run
 from catto.pipeline.stage import Stage, StageSettings, stage_dir
 
 pytestmark = pytest.mark.slow
@@ -104,9 +104,9 @@ def test_an_attempt_whose_folder_was_deleted_does_not_publish_what_it_wrote_sinc
     with begin(tmp_path) as attempt:
         shutil.rmtree(attempt.out)
         write_result(attempt, "late")
-        with pytest.raises(LostError):
+        with pytest.raises(AttemptDeletedError):
             attempt.publish({})
-        with pytest.raises(LostError):
+        with pytest.raises(AttemptDeletedError):
             attempt.report_progress(1, 2, "")
     assert not stage_dir(tmp_path, STAGE).exists()
 

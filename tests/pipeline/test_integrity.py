@@ -17,7 +17,7 @@ from catto.errors import DataError
 from catto.io.atomic import seal_folder
 from catto.pipeline.attempts import Attempt
 from catto.pipeline.plan import Graph
-from catto.pipeline.run import take_over
+from catto.pipeline.run import reuse_earlier_result
 from catto.pipeline.stage import (
     DONE,
     UNSEALED,
@@ -266,7 +266,7 @@ def test_a_stage_is_made_of_its_twins_files_only_where_those_are_whole(tmp_path:
     vars(stage)["key"] = "f" * 16  # of another recipe, with the same content
     publish(tmp_path, twin, "train.json", 1)
     with changed(stage_dir(tmp_path, twin) / "train.json", b"3"):
-        assert not take_over(tmp_path, stage, digest_inputs(tmp_path, stage))
+        assert not reuse_earlier_result(tmp_path, stage, digest_inputs(tmp_path, stage))
         assert not stage_dir(tmp_path, stage).exists()
-    assert take_over(tmp_path, stage, digest_inputs(tmp_path, stage))
+    assert reuse_earlier_result(tmp_path, stage, digest_inputs(tmp_path, stage))
     assert is_done(tmp_path, stage)

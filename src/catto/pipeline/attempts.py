@@ -47,8 +47,8 @@ RUN_LOCK = "run.lock"
 SECONDS_BETWEEN_REPORTS = 1.0
 
 
-class LostError(Exception):
-    """The folder of this attempt was deleted by another attempt."""
+class AttemptDeletedError(Exception):
+    """The folder of this attempt was deleted by another attempt at the same stage."""
 
 
 @contextlib.contextmanager
@@ -79,9 +79,12 @@ def lock_stage(root: Path, stage: Stage) -> FileLock:
 # ---- folders --------------------------------------------------------------------------------------------------------
 
 
-def attempt_folders(root: Path, stage: Stage, inputs: str = "") -> list[Path]:
-    """Return the folders of the unfinished attempts at a stage, the one that came furthest last."""
-    paths = (root / "stages").glob(f"{stage.folder}{PART}*{inputs[:8]}-*")
+def attempt_folders(root: Path, stage: Stage, inputs_digest: str = "") -> list[Path]:
+    """Return the folders of the unfinished attempts at a stage, the one that came furthest last.
+
+    inputs_digest: of the attempts that count; empty for all.
+    """
+    paths = (root / "stages").glob(f"{stage.folder}{PART}*{inputs_digest[:8]}-*")
     return sorted((path for path in paths if path.suffix != HALF), key=measure_progress)
 
 
@@ -117,16 +120,16 @@ def read_progress(folder: Path) -> list[Any] | None:
     return None
 
 
-def name_attempt(root: Path, stage: Stage, inputs: str) -> Path:
+def name_attempt(root: Path, stage: Stage, inputs_digest: str) -> Path:
     """Return the path of a new attempt's folder."""
-    return root / "stages" / f"{stage.folder}{PART}{inputs[:8]}-{secrets.token_hex(4)}"
+    return root / "stages" / f"{stage.folder}{PART}{inputs_digest[:8]}-{secrets.token_hex(4)}"
 
 
-def is_published(root: Path, stage: Stage, inputs: str) -> bool:
-    """Return whether the stage is finished with these inputs. A damaged one raises DataError."""
+def is_published(root: Path, stage: Stage, inputs_digest: str) -> bool:
+    """Return whether the stage's own folder holds its result for these inputs. A damaged one raises DataError."""
     folder = stage_dir(root, stage)
     try:
-        return bool(read_done(folder)["content"] == inputs)
+        return bool(read_done(folder)["content"] == inputs_digest)
     except DataError:
         if folder.exists():
             raise
@@ -172,12 +175,12 @@ def reopen_stage(root: Path, stage: Stage) -> list[Path]:
 class Attempt:
     """One attempt at a stage. Leaving it without `publish` keeps its folder for the next attempt."""
 
-    def __init__(self, root: Path, stage: Stage, inputs: str, source: Path | None = None) -> None:
+    def __init__(self, root: Path, stage: Stage, inputs_digest: str, source: Path | None = None) -> None:
         """Begin from the earlier attempt that came furthest, or from a finished stage (`source`)."""
         self.root = root
         self.stage = stage
-        self.inputs = inputs
-        self.out = name_attempt(root, stage, inputs)
+        self.inputs_digest = inputs_digest
+        self.out = name_attempt(root, stage, inputs_digest)
         self._reported_at = 0.0
         half = self.out.with_name(self.out.name + HALF)
         self._lock = FileLock(half / ATTEMPT_LOCK)
@@ -192,21 +195,22 @@ class Attempt:
                 shutil.rmtree(half, ignore_errors=True)
                 self._lock.release()
                 raise
-            # What they held was copied, and their checkpoints take space.
+            # What abandoned attempts held was copied, and their checkpoints take space.
             delete_abandoned(root, stage)
 
     def _copy_earlier_work(self, half: Path, source: Path | None) -> None:
+        """Fill the folder of the new attempt with what it starts from, if there is anything."""
         if source is not None:
             copy_attempt(source, half, self.out)
             return
-        for earlier in reversed(attempt_folders(self.root, self.stage, self.inputs)):
+        for earlier in reversed(attempt_folders(self.root, self.stage, self.inputs_digest)):
             try:
                 copy_attempt(earlier, half, self.out)
                 return
             except OSError as error:
-                if is_abandoned(earlier):
+                if is_abandoned(earlier):  # nobody changes its files, so the next copy would fail too
                     raise OSError(f"cannot copy {earlier}: {error}") from error
-            # It is alive and moved on meanwhile: start from the next one, without its files.
+            # It is alive and changed while it was copied: delete the partial copy, and try the next one.
             for path in half.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -220,12 +224,18 @@ class Attempt:
         self._lock.release()
 
     def check_folder(self) -> None:
-        """Raise LostError if the folder was deleted; attempt.json is never created again."""
+        """Raise AttemptDeletedError if the folder was deleted.
+
+        Files written later may create the folder again, but never attempt.json.
+        """
         if not (self.out / ATTEMPT).exists():
-            raise LostError("another attempt has taken the stage over")
+            raise AttemptDeletedError("another attempt has taken the stage over")
 
     def report_progress(self, finished: int, total: int, note: str) -> None:
-        """Write the progress for observers on other machines; raise LostError if the folder was deleted."""
+        """Write the progress for observers on other machines; raise AttemptDeletedError if the folder was deleted.
+
+        A report within `SECONDS_BETWEEN_REPORTS` of the last one does neither.
+        """
         now = time.monotonic()
         if now - self._reported_at < SECONDS_BETWEEN_REPORTS:
             return
@@ -242,12 +252,12 @@ class Attempt:
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
-        if digest_inputs(self.root, self.stage) != self.inputs:
+        if digest_inputs(self.root, self.stage) != self.inputs_digest:
             raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
         (self.out / PROGRESS).unlink(missing_ok=True)  # it depends on the clock, and a stage's files do not
-        write_json(self.out / DONE, make_done(self.stage, self.out, self.inputs, details))
+        write_json(self.out / DONE, make_done(self.stage, self.out, self.inputs_digest, details))
         with lock_stage(self.root, self.stage):
-            if is_published(self.root, self.stage, self.inputs):
+            if is_published(self.root, self.stage, self.inputs_digest):
                 shutil.rmtree(self.out, ignore_errors=True)
                 return
             self.check_folder()

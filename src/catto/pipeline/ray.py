@@ -137,7 +137,7 @@ def _read_ending(root: Path, task: Any) -> Ending:
         ending: Ending = ray.get(task)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
-        ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], root)
+        ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], log=root)
     return ending
 
 

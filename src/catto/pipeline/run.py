@@ -20,7 +20,7 @@ from catto.errors import DataError
 from catto.io import record_files
 from catto.pipeline import attempts
 from catto.pipeline import stage as stages
-from catto.pipeline.attempts import LostError, lock_run
+from catto.pipeline.attempts import AttemptDeletedError, lock_run
 from catto.pipeline.kinds.generating import release_engine
 from catto.pipeline.kinds.table import STAGE_KINDS
 from catto.pipeline.stage import LOG, Stage, Work, list_needed, stage_dir
@@ -52,7 +52,13 @@ class Display(Protocol):
 
 
 class Ending(NamedTuple):
-    """How a stage ended: done, unchanged (its files are those of a finished one) or failed, why, and its log."""
+    """How a stage ended.
+
+    Attributes:
+        outcome: done, unchanged (an earlier result of equal inputs was copied), failed or blocked.
+        problem: Why it failed.
+        log: The log of a failed stage; the experiment's folder where it failed before it had one.
+    """
 
     outcome: str
     problem: str = ""
@@ -88,11 +94,12 @@ class Outcome:
 def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     """Run the goals and what they need. A failed stage stops only what depends on it.
 
-    A damaged stage is an error that names it: before anything runs where sizes show it, and before it is read where
-    only its bytes do.
+    Raises:
+        DataError: Another run works in the folder, or a finished stage is damaged. Files of another size are noticed
+            before anything runs, other bytes before a stage reads them.
     """
     outcome = Outcome()
-    checked: set[Path] = set()
+    checked: set[Path] = set()  # folders, see `run_stage`
     number = 0
     with lock_run(root):
         missing = sum(state != "done" for _, state in list_states(root, goals))
@@ -102,12 +109,13 @@ def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
                 display.ended(stage, "blocked", 0.0)
             elif not stages.is_done(root, stage):
                 number += 1
+                # More than were missing may run: a need with another result makes a finished stage stale.
                 display.started(stage, number, max(missing, number))
                 began = time.monotonic()
                 ending = run_stage(root, stage, partial(display.progress, stage), checked)
                 outcome.add(stage, ending)
                 display.ended(stage, ending.outcome, time.monotonic() - began)
-            elif stage.folder in leftovers:  # of a run that was killed while it deleted them
+            elif stage.folder in leftovers:  # the run that finished the stage was killed while it deleted them
                 with attempts.lock_stage(root, stage):
                     attempts.delete_abandoned(root, stage)
     release_engine()
@@ -115,36 +123,51 @@ def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
 
 
 def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) -> Ending:
-    """Run a stage whose needs are done, in an attempt of its own; the log of a failed one has the traceback.
+    """Run a stage whose needs are done, in an attempt of its own, unless its result is there already.
 
-    checked: folders whose bytes were compared with what was written; each is compared once a run.
+    Args:
+        root: The experiment's folder.
+        stage: The stage.
+        progress: Called with the finished and total units of the stage, and a note.
+        checked: Folders whose bytes were compared with what was written. The folders that this stage reads are added,
+            so each is compared once a run.
+
+    Returns:
+        How the stage ended: `done` also where another process finished it meanwhile. An exception of the stage is an
+        Ending too, and its traceback is in the log.
+
+    Raises:
+        DataError: The done.json of the stage, or of one that it needs, is damaged.
     """
-    content = stages.digest_inputs(root, stage)
-    if attempts.is_published(root, stage, content):
+    inputs_digest = stages.digest_inputs(root, stage)
+    if attempts.is_published(root, stage, inputs_digest):
         return Ending("done")
     try:
-        if take_over(root, stage, content):
+        if reuse_earlier_result(root, stage, inputs_digest):
             return Ending("unchanged")
-        attempt = attempts.Attempt(root, stage, content)
-    except (OSError, LostError, DataError) as error:
-        if attempts.is_published(root, stage, content):  # by another attempt, which deletes what has begun
+        attempt = attempts.Attempt(root, stage, inputs_digest)
+    except (OSError, AttemptDeletedError, DataError) as error:
+        # Another attempt that publishes deletes this one, which may raise any of these.
+        if attempts.is_published(root, stage, inputs_digest):
             return Ending("done")
-        return Ending("failed", f"cannot begin: {error}", root)
+        return Ending("failed", f"cannot begin: {error}", log=root)
     try:
-        with attempt:
-            _run_attempt(attempt, progress, checked)
+        with attempt:  # holds its lock
+            _run_and_publish(attempt, progress, checked)
     except Exception as error:
-        if attempts.is_published(root, stage, content):  # by another attempt, which deleted the files of this one
+        # Another attempt that publishes deletes the files of this one, which may raise anything.
+        if attempts.is_published(root, stage, inputs_digest):
             return Ending("done")
-        if isinstance(error, LostError):
-            shutil.rmtree(attempt.out, ignore_errors=True)  # what it created again
-            return Ending("failed", str(error), root)
+        if isinstance(error, AttemptDeletedError):
+            # The stage may have written into its deleted folder again.
+            shutil.rmtree(attempt.out, ignore_errors=True)
+            return Ending("failed", str(error), log=root)
         return _describe_failure(error, attempt)
     return Ending("done")
 
 
-def _run_attempt(attempt: attempts.Attempt, progress: Progress, checked: set[Path]) -> None:
-    """Run a stage in the folder of an attempt, and publish it."""
+def _run_and_publish(attempt: attempts.Attempt, progress: Progress, checked: set[Path]) -> None:
+    """Run a stage in the folder of an attempt, and publish it with its time, versions and threads."""
 
     def report(finished: int, total: int, note: str) -> None:
         attempt.report_progress(finished, total, note)
@@ -172,49 +195,65 @@ def _describe_failure(error: Exception, attempt: attempts.Attempt) -> Ending:
     # Libraries report a full disk in words of their own, such as a position in an archive.
     if shutil.disk_usage(attempt.root).free < ROOM:
         problem += " (the disk is full)"
-    return Ending("failed", problem, log)
+    return Ending("failed", problem, log=log)
 
 
-def take_over(root: Path, stage: Stage, content: str) -> bool:
-    """Make the stage from the files of a finished one, of any recipe, with the same content, if one is whole.
+def reuse_earlier_result(root: Path, stage: Stage, inputs_digest: str) -> bool:
+    """Publish a copy of another stage's result as this stage's, if that stage had the same name and inputs.
 
-    The name is part of the content, so the other one's folder differs in the key at its end.
+    It is of another recipe, or of this one before a setting changed: its key differs, but what the needs hold is the
+    same. So its folder differs from this stage's, in which `is_published` looks, only in the key at its end.
+
+    Returns:
+        Whether there was such a result. A damaged one is passed over.
     """
     readable_name = stage.folder.rpartition("-")[0]
-    for finished in (root / "stages").glob(f"{readable_name}-" + "[0-9a-f]" * 8):
+    any_key = "[0-9a-f]" * 8
+    for finished in (root / "stages").glob(f"{readable_name}-{any_key}"):
         try:
-            record = stages.read_done(finished)
-            if record["content"] != content:
+            done_record = stages.read_done(finished)
+            if done_record["content"] != inputs_digest:
                 continue
             stages.check_stage(finished, contents=True)
         except DataError:  # deleted or damaged
             continue
-        details = {name: value for name, value in record.items() if name in ("seconds", "versions", "threads")}
-        with attempts.Attempt(root, stage, content, finished) as attempt:
+        details = {name: value for name, value in done_record.items() if name in ("seconds", "versions", "threads")}
+        with attempts.Attempt(root, stage, inputs_digest, source=finished) as attempt:
             attempt.publish({**details, "taken_over": finished.name})
         return True
     return False
 
 
-def wait_for_stages(root: Path, wanted: Collection[Stage], name: str) -> list[str]:
-    """Return the names of stages that are not done. name: of what waits for them.
+def wait_for_stages(root: Path, wanted: Collection[Stage], waiting_name: str) -> list[str]:
+    """Wait until the stages are done, up to `SECONDS_TO_WAIT`.
 
-    A network file system may show what another machine has just finished up to a minute later, so this waits for it.
+    A network file system may show what another machine has just finished up to a minute later.
+
+    Args:
+        root: The experiment's folder.
+        wanted: The stages.
+        waiting_name: What waits for them, for the log.
+
+    Returns:
+        The names of the stages that are still not done.
     """
     deadline = time.monotonic() + SECONDS_TO_WAIT
     while True:
         missing = [stage.name for stage in wanted if not stages.is_done(root, stage)]
         if not missing or time.monotonic() > deadline:
             return missing
-        logger.warning("%s waits up to %.0f s for %s", name, deadline - time.monotonic(), missing[0])
+        logger.warning("%s waits up to %.0f s for %s", waiting_name, deadline - time.monotonic(), missing[0])
         time.sleep(min(SECONDS_BETWEEN_LOOKS, SECONDS_TO_WAIT))
 
 
 def _run_work(work: Work, checked: set[Path]) -> None:
-    """Check what a stage reads, and call the function of its kind."""
+    """Check the bytes of what a stage reads, except in the `checked` folders, and call the function of its kind.
+
+    Folders without damage are added to `checked`.
+    """
     kind = STAGE_KINDS[work.stage.kind]
     if kind.loads_model:
-        release_engine()
+        release_engine()  # two models may not fit into memory
     for need in work.stage.needs.values():
         for folder in stages.list_folders_read(work.root, need):
             if folder not in checked:
@@ -225,7 +264,7 @@ def _run_work(work: Work, checked: set[Path]) -> None:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Send logging, warnings and whatever libraries print during a stage to its log."""
+    """Send logging, warnings and whatever libraries print during a stage to its log, which is appended to."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     top = logging.getLogger()
@@ -278,7 +317,10 @@ def list_states(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
 
 
 def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
-    """Rename the folder of every damaged stage to `<folder>.damaged`, so that it runs again; nothing is deleted."""
+    """Rename the folder of every damaged stage to `<folder>.damaged`, so that it runs again; return those stages.
+
+    Only the folder that an earlier repair moved aside is deleted.
+    """
     moved = []
     with lock_run(root):
         for stage in list_needed(list(goals)):
@@ -288,7 +330,7 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
                     stages.check_stage(folder, contents=True)
             except DataError:
                 aside = folder.with_name(folder.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # of an earlier repair
+                shutil.rmtree(aside, ignore_errors=True)  # an earlier repair may have left one
                 folder.rename(aside)
                 moved.append(stage)
     return moved
@@ -303,8 +345,9 @@ def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list
         if stage_dir(root, stage).exists():
             folders = [stage_dir(root, stage)]
         elif stage.folder in begun:
-            folders = attempts.attempt_folders(root, stage)[::-1]
-        for folder in folders:
+            folders = attempts.attempt_folders(root, stage)
+        # Of several attempts the one that came furthest counts, which is the last.
+        for folder in reversed(folders):
             requests = refusals(folder)
             if requests:
                 refused.append((stage, requests))

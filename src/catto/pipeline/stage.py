@@ -6,8 +6,8 @@ that agree on a stage share it, and a changed setting reruns exactly what depend
 Attempts at a stage work in folders of their own (`catto.pipeline.attempts`), and one of them becomes `<folder>`. Its
 `done.json` records size and hash of every file, for two reasons. Damage is noticed: sizes whenever the stage is looked
 at, bytes before another stage reads them. And a stage depends on what its needs hold, not on when they were made
-(`content`): needs that were made again with the same result change nothing; another result makes the stage stale, so
-that it runs again.
+(`digest_inputs`, stored as `content`): needs that were made again with the same result change nothing; another result
+makes the stage stale, so that it runs again.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class StageSettings:
     optional: ClassVar[Mapping[str, frozenset[str]]] = {}  # -> names that do not count at their default
 
     def key_fields(self) -> dict[str, Any]:
-        """Return the part of the settings that the key is a hash of."""
+        """Return the part of the settings that the key is a hash of, as JSON values."""
         values: dict[str, Any] = {}
         for name, value in vars(self).items():
-            known = self.__dataclass_fields__[name]
-            if value == known.default or not known.compare:
+            declared = self.__dataclass_fields__[name]
+            if value == declared.default or not declared.compare:
                 continue
             excluded = set(self.excluded.get(name, ()))
             excluded |= self._names_at_default(name, value)
@@ -71,15 +71,18 @@ class StageSettings:
                 values[name] = value.model_dump(mode="json", exclude=excluded, serialize_as_any=True)
             elif isinstance(value, Method):
                 values[name] = {part: entry for part, entry in vars(value).items() if part not in excluded}
+            elif isinstance(value, StageSettings):
+                values[name] = value.key_fields()
             else:
-                values[name] = value.key_fields() if isinstance(value, StageSettings) else value
+                values[name] = value
         return values
 
     def _names_at_default(self, field: str, block: Any) -> set[str]:
-        """Return which of the optional names of a block have their default."""
-        names = self.optional.get(field, frozenset()) if block is not None else frozenset()
+        """Return which `optional` names of the block in a field have their default; none where the block is None."""
+        if block is None:
+            return set()
         unset: set[str] = set()
-        for name in names:
+        for name in self.optional.get(field, frozenset()):
             if isinstance(block, BaseModel):
                 default = type(block).model_fields[name].default
             else:
@@ -150,7 +153,7 @@ def list_needed(goals: list[Stage]) -> list[Stage]:
         if stage.key not in stages:
             for need in stage.needs.values():
                 visit(need)
-            stages.setdefault(stage.key, stage)
+            stages[stage.key] = stage
 
     for goal in goals:
         visit(goal)
@@ -163,7 +166,10 @@ def stage_dir(root: Path, stage: Stage) -> Path:
 
 
 def resolve_choice(root: Path, stage: Stage, role: str = "model") -> Stage:
-    """Return the training (or the `validation` predictions) that a finished choice took; any other stage is itself."""
+    """Return the training that a finished choice took, or with the role `validation` that training's predictions.
+
+    A stage that is no choice is returned itself.
+    """
     if stage.kind != "chosen":
         return stage
     choice = read_json(stage_dir(root, stage) / "choice.json")
@@ -190,7 +196,11 @@ def _format_json(value: Any) -> str:
 class Work(Generic[S]):
     """What the function of a stage gets.
 
-    root: the experiment's folder. out: where the stage writes, and where it resumes from.
+    Attributes:
+        stage: The stage.
+        root: The experiment's folder.
+        out: Where the stage writes, and where it resumes from.
+        progress: Called with the finished and total units, and a note.
     """
 
     stage: Stage[S]
@@ -216,20 +226,30 @@ class Work(Generic[S]):
 
 
 def digest_inputs(root: Path, stage: Stage) -> str:
-    """Hash what determines a stage whose needs are finished, by what those hold and not by how they came to be.
+    """Hash what determines a stage: its name and settings, and the files of what it needs, however those came to be.
 
-    A choice holds the model that it took. Manifests describe how files were made and do not count.
+    For a choice the files of the model that it took count. Manifests describe how files were made and do not count.
+
+    Raises:
+        DataError: A need is not finished, or its done.json is damaged.
     """
-    inputs: dict[str, str] = {}
+    needed_files: dict[str, str] = {}  # by role, a hash of the files
     for role, need in stage.needs.items():
         files = read_done(stage_dir(root, resolve_choice(root, need)))["files"]
         results = {name: seal for name, seal in files.items() if not name.endswith(".manifest.json")}
-        inputs[role] = content_hash(results)
-    return content_hash([VERSION, stage.kind, stage.name, stage.settings.key_fields(), inputs])
+        needed_files[role] = content_hash(results)
+    return content_hash([VERSION, stage.kind, stage.name, stage.settings.key_fields(), needed_files])
 
 
-def make_done(stage: Stage, folder: Path, content: str, details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the done.json of a stage whose files are in a folder."""
+def make_done(stage: Stage, folder: Path, inputs_digest: str, details: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the done.json of a stage whose files are in a folder.
+
+    Args:
+        stage: The stage.
+        folder: The folder; its files are read and hashed.
+        inputs_digest: Of `digest_inputs`.
+        details: How the stage ran, such as its seconds.
+    """
     needs = {role: need.key for role, need in stage.needs.items()}
     files = {name: list(seal) for name, seal in seal_folder(folder, UNSEALED).items()}
     done = {
@@ -237,7 +257,7 @@ def make_done(stage: Stage, folder: Path, content: str, details: Mapping[str, An
         "name": stage.name,
         "key": stage.key,
         "needs": needs,
-        "content": content,
+        "content": inputs_digest,
         "files": files,
     }
     return {**done, "checksum": content_hash(done)}
@@ -254,7 +274,10 @@ def read_done(folder: Path) -> dict[str, Any]:
 
 @cache
 def _parse_done(path: Path, modified_ns: int, inode: int) -> dict[str, Any]:
-    """Parse and check a done.json once: every stage that needs this one looks at it."""
+    """Parse and check a done.json once: every stage that needs this one looks at it.
+
+    The time and the inode only tell apart the files that were at this path one after the other.
+    """
     is_whole = False
     with suppress(DataError, KeyError, TypeError, ValueError):
         record = dict(read_json(path))
@@ -267,10 +290,12 @@ def _parse_done(path: Path, modified_ns: int, inode: int) -> dict[str, Any]:
 
 
 def check_stage(folder: Path, *, contents: bool = False) -> None:
-    """Raise DataError where a file of a finished stage is missing or has another size, or the folder is another's.
+    """Raise DataError if a file of a finished stage is missing or has another size, or the folder is another stage's.
 
-    `contents`: or where a file has other bytes, or is not one that the stage wrote. A library may read such a file: an
-    adapter beside a model is loaded with it.
+    Args:
+        folder: The folder of the stage, or of an attempt that has its done.json.
+        contents: Whether other bytes are an error too, and files that the stage did not write. A library may read such
+            a file: an adapter next to a model is loaded with it.
     """
     done_record = read_done(folder)
     own_name = folder_name(done_record["name"], done_record["key"])
@@ -282,17 +307,19 @@ def check_stage(folder: Path, *, contents: bool = False) -> None:
     if problem is not None:
         raise DataError(folder, None, f"damaged: {problem}; {REPAIR}")
     if contents:
-        for extra in _files_beside(folder, seals):
-            raise DataError(folder, None, f"damaged: the stage did not write {extra}: delete it, or {REPAIR}")
+        unknown_file = _find_unknown_file(folder, seals)
+        if unknown_file is not None:
+            raise DataError(folder, None, f"damaged: the stage did not write {unknown_file}: delete it, or {REPAIR}")
 
 
-def _files_beside(folder: Path, seals: Mapping[str, Seal]) -> Iterator[str]:
-    """Yield the files in a stage's folder that it did not write; systems leave some that begin with a dot."""
+def _find_unknown_file(folder: Path, seals: Mapping[str, Seal]) -> str | None:
+    """Return the first file in a stage's folder that it did not write; None if there is none."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_of_system = path.name.startswith((".nfs", ".DS_Store", "._"))
+        is_of_system = path.name.startswith((".nfs", ".DS_Store", "._"))  # NFS and macOS leave these
         if not path.is_dir() and name not in seals and name not in UNSEALED and not is_of_system:
-            yield name
+            return name
+    return None
 
 
 def is_done(root: Path, stage: Stage) -> bool:
