@@ -22,7 +22,7 @@ from catto.engines import Generation, Request, find_stop_end
 from catto.engines.server import FaultError, ServerEngine
 from catto.metrics.selection import Candidates, gather_candidates, samples_still_needed
 from catto.predict import STOP, describe_answer, request_seed
-from catto.records import Message, Option, Prediction, Protocol, Refusal
+from catto.records import FinalAnswer, Message, Option, Prediction, Protocol, Refusal
 
 FORCED = "the response states none of the labels: the text is the label that its continuation gives"
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
@@ -126,19 +126,45 @@ class Sample(NamedTuple):
         return self.prediction.text
 
     @property
-    def stated_confidence(self) -> float | None:
-        """The model's own confidence in the label or answer; None without one, or if it cannot be read."""
+    def raw_confidence(self) -> float | None:
+        """The uncalibrated confidence; None without a label or answer, or if it cannot be read."""
         if self.prediction.choice is None or self.unreadable is not None:
             return None
         return self.prediction.confidence
 
     def describe(self) -> dict[str, Any]:
-        """Return the sample as a candidate; `response` is the upstream's text if another text is shown."""
+        """Return the sample as a candidate of a reply; `response` is the upstream's text if another text is shown."""
         return {
             "text": self.shown_text,
             "response": self.prediction.text if self.is_forced else None,
             **self.prediction.model_dump(include={"label", "answer", "source"}),
         }
+
+
+class ChosenAnswer(NamedTuple):
+    """The answer that the protocol makes of the samples.
+
+    Attributes:
+        final: The answer and its votes.
+        sample: The sample that states it.
+        confidence: The calibrated confidence, or the raw one without a calibrator. None without an answer, or if the
+            calibrator cannot be applied.
+        calibrator: The calibrator; None if there is none for this protocol.
+        calibrated: The predictions of all samples, calibrated if possible.
+        uncalibrated_reason: Why the calibrator cannot be applied; None if it can, or if there is none.
+    """
+
+    final: FinalAnswer
+    sample: Sample
+    confidence: float | None
+    calibrator: Fitted | None
+    calibrated: list[Prediction]
+    uncalibrated_reason: str | None
+
+
+def make_unreadable_fault(reason: str) -> FaultError:
+    """Make the fault with which a gateway refuses a request (400): the upstream's replies show no confidence."""
+    return FaultError(f"no confidence can be read: {reason}", is_retryable=False, code=400)
 
 
 @dataclass(frozen=True)
@@ -163,8 +189,9 @@ class Answerer:
         """Sample until the choice is final, choose, calibrate, and compare with the threshold.
 
         Raises:
-            FaultError: The upstream fails. The code is 400 if the confidence of a sample cannot be read: a choice
-                among the others would favour the labels that can be read. A majority needs no confidence.
+            FaultError: The upstream fails; of several samples that fail, the first to do so is reported. The code is
+                400 if `_take_sample` cannot read a confidence that the rule needs: a choice among the other samples
+                would favour the labels that can be read. It is 400 too if the rule reads what no sample has.
         """
         samples: list[Sample] = []
         while True:
@@ -178,6 +205,7 @@ class Answerer:
                     for number in range(first_number, first_number + missing):
                         tasks.append(group.create_task(self._take_sample(asked, number)))
             except ExceptionGroup as faults:
+                # The group has cancelled the other samples, so one fault tells the client as much as all.
                 raise faults.exceptions[0] from None
             samples += [task.result() for task in tasks]
 
@@ -193,7 +221,10 @@ class Answerer:
         return int(needed[0])
 
     def _calibrate(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
-        """Return the predictions with calibrated confidences; or unchanged, with the reason."""
+        """Return the predictions with calibrated confidences, or unchanged with the reason.
+
+        Without a calibrator, or with one of final answers, they are unchanged without a reason.
+        """
         if self.fitted is None:
             return predictions, None
         try:
@@ -202,28 +233,40 @@ class Answerer:
             return predictions, str(error)
 
     async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
-        """Take one sample. Replies are read in a thread, so that the event loop goes on serving."""
-        request = Request(
+        """Take one sample. Replies are read in a thread, so that the event loop goes on serving.
+
+        Raises:
+            FaultError: The upstream fails, or `_make_sample` lacks a confidence.
+        """
+        request = self._make_request(asked, number, stop=STOP)
+        reply = await self.engine.ask(self.client, request)
+        case = Case(asked.question, asked.messages, reply)
+        answer, continuation_request = await run_in_thread(self._read_response, case)
+        replies = [reply]
+        if continuation_request is not None:
+            continuation = await self.engine.ask(self.client, continuation_request)
+            answer = await run_in_thread(read_reply, case, continuation)
+            replies.append(continuation)
+        return await run_in_thread(self._make_sample, asked, request, replies, answer)
+
+    def _make_request(self, asked: AnswerRequest, number: int, *, stop: tuple[str, ...]) -> Request:
+        """Make the upstream request for the response of sample `number`."""
+        return Request(
             question=asked.question.id,
             sample=number,
             messages=asked.messages,
             temperature=asked.protocol.temperature,
             seed=request_seed(asked.seed, "", number),
             max_tokens=asked.max_tokens,
-            stop=STOP,
+            stop=stop,
         )
-        reply = await self.engine.ask(self.client, request)
-        case = Case(asked.question, asked.messages, reply)
-        answer, more = await run_in_thread(self._read_response, case)
-        replies = [reply]
-        if more is not None:
-            continuation = await self.engine.ask(self.client, more)
-            answer = await run_in_thread(read_reply, case, continuation)
-            replies.append(continuation)
-        return await run_in_thread(self._make_sample, asked, request, replies, answer)
 
     def _read_response(self, case: Case) -> tuple[Answer | Refusal, Request | None]:
-        """Return the answer of a response, and a request for what it leaves open."""
+        """Return the answer of a response, and a request for what it leaves open.
+
+        The request continues a response without an answer, or asks for all labels if the calibrator reads them. It is
+        None if nothing is open or the upstream cannot continue.
+        """
         answer = read_reply(case)
         reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
         if answer is NO_ANSWER or reads_all_labels:
@@ -233,17 +276,28 @@ class Answerer:
     def _make_sample(
         self, asked: AnswerRequest, request: Request, replies: list[Generation], answer: Answer | Refusal
     ) -> Sample:
-        """Record what was read; raise FaultError if the rule needs a confidence and none can be read."""
+        """Record what was read.
+
+        Args:
+            asked: The client's request.
+            request: The upstream request of the response.
+            replies: The response, and its continuation if there is one.
+            answer: What was read of them; a refusal if the label's log-probability cannot be read.
+
+        Raises:
+            FaultError: There is no confidence, and the rule is not the majority vote, which needs none.
+        """
         unreadable = None
         response = replies[0]
         if isinstance(answer, Refusal):
             unreadable = answer.refused
             if asked.protocol.rule != MAJORITY:
-                raise FaultError(f"no confidence can be read: {unreadable}", is_retryable=False, code=400)
+                raise make_unreadable_fault(unreadable)
             parsed = parse_answer(response.text, asked.question)
-            answer = Answer(parsed.label, parsed.source or "free", 0.0, None, None)
+            source = parsed.source or "free"  # a prediction without a label needs a source too
+            answer = Answer(parsed.label, source, confidence=0.0, label_logprobs=None, logsumexp=None)
         is_complete = find_stop_end(response.text, STOP) is not None
-        if is_complete:  # whatever the upstream wrote after the answer
+        if is_complete:  # whatever the upstream wrote after the answer, the answer was not cut
             response = response.model_copy(update={"finish_reason": "stop"})
         # Nobody knows the right answer of a served question: an empty gold label equals no answer.
         prediction = Prediction(
@@ -259,99 +313,117 @@ class Answerer:
         return Sample(prediction, (response, *replies[1:]), unreadable)
 
     def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
-        """Choose among the samples by the rule, and report what is known of the choice."""
-        protocol = asked.protocol
-        threshold = self.threshold
-        fitted = self.fitted
-        predictions = [sample.prediction for sample in samples]
-        calibrated, uncalibrated = self._calibrate(predictions)
-        if fitted is not None and fitted.protocol not in (None, protocol):
-            fitted = None
-            uncalibrated = OTHER_PROTOCOL
-        # All samples that were taken count, so the choice is that of a fixed k.
-        fixed_protocol = protocol.model_copy(update={"k": len(samples), "stop": None})
-        try:
-            (final,) = final_answers(predictions, fixed_protocol, None if uncalibrated else fitted)
-        except ValueError as error:  # a rule that reads what no sample has
-            raise FaultError(str(error), is_retryable=False, code=400) from None
+        """Choose among the samples by the rule, and report what is known of the choice.
 
-        chosen = samples[final.sample]
-        confidence = None
-        if not uncalibrated and final.choice is not None:
-            confidence = final.confidence
+        Raises:
+            FaultError: The rule reads what no sample has.
+        """
+        threshold = self.threshold
+        chosen = self._choose_answer(asked.protocol, samples)
         abstains = False
         if threshold is not None:
-            abstains = confidence is None or confidence < threshold.threshold
+            abstains = chosen.confidence is None or chosen.confidence < threshold.threshold
         caveats = self._list_caveats(asked, samples)
         guarantee = None
-        if threshold is not None and threshold.protocol == protocol and not caveats:
+        if threshold is not None and threshold.protocol == asked.protocol and not caveats:
             guarantee = threshold.promise
-
-        reasons = []
-        if uncalibrated:
-            reasons.append(uncalibrated)
-        if final.choice is None:
-            reasons.append(NO_LABEL if asked.question.options else NO_ANSWER_STATED)
-        elif chosen.is_forced:
-            reasons.append(FORCED)
-        reasons += caveats
+        reasons = [*_list_reasons(asked, chosen), *caveats]
+        calibrator = chosen.calibrator
         about = {
-            "confidence": confidence,
-            "confidence_raw": chosen.stated_confidence,
-            **final.model_dump(include={"label", "answer", "votes", "source"}),
+            "confidence": chosen.confidence,
+            "confidence_raw": chosen.sample.raw_confidence,
+            **chosen.final.model_dump(include={"label", "answer", "votes", "source"}),
             "k": len(samples),
-            "rule": protocol.rule,
-            "calibrator": {"name": fitted.calibrator.kind, "n": fitted.rows} if fitted else None,
+            "rule": asked.protocol.rule,
+            "calibrator": {"name": calibrator.calibrator.kind, "n": calibrator.rows} if calibrator else None,
             "threshold": threshold.threshold if threshold else None,
             "guarantee": guarantee,
             "abstained": abstains,
             "reason": "; ".join(reasons) or None,
         }
         if asked.return_candidates:
-            about["candidates"] = _describe_candidates(samples, calibrated, is_calibrated=not uncalibrated)
+            about["candidates"] = _describe_candidates(samples, chosen)
         usage = _count_usage(samples)
         if abstains:
             return GatewayAnswer(self.abstention, "stop", usage, about)
-        finish_reason = "stop"
-        if not chosen.is_forced:
-            finish_reason = chosen.replies[0].finish_reason or "stop"
-        return GatewayAnswer(chosen.shown_text, finish_reason, usage, about)
+        finish_reason = "stop"  # of a forced label, which is whole even if the response was cut
+        if not chosen.sample.is_forced:
+            finish_reason = chosen.sample.replies[0].finish_reason or "stop"
+        return GatewayAnswer(chosen.sample.shown_text, finish_reason, usage, about)
+
+    def _choose_answer(self, protocol: Protocol, samples: list[Sample]) -> ChosenAnswer:
+        """Choose among the samples by the rule, and calibrate; FaultError if the rule reads what no sample has."""
+        fitted = self.fitted
+        predictions = [sample.prediction for sample in samples]
+        calibrated, uncalibrated_reason = self._calibrate(predictions)
+        # A calibrator of single samples has no protocol, and serves them all.
+        is_for_other_protocol = fitted is not None and fitted.protocol not in (None, protocol)
+        if is_for_other_protocol:
+            fitted = None
+            uncalibrated_reason = OTHER_PROTOCOL
+        applied = None if uncalibrated_reason else fitted
+        # All samples that were taken count, so the choice is that of a fixed k.
+        fixed_protocol = protocol.model_copy(update={"k": len(samples), "stop": None})
+        try:
+            (final,) = final_answers(predictions, fixed_protocol, applied)
+        except ValueError as error:
+            raise FaultError(str(error), is_retryable=False, code=400) from None
+        confidence = None
+        if final.choice is not None and not uncalibrated_reason:
+            confidence = final.confidence
+        return ChosenAnswer(
+            final=final,
+            sample=samples[final.sample],
+            confidence=confidence,
+            calibrator=fitted,
+            calibrated=calibrated,
+            uncalibrated_reason=uncalibrated_reason,
+        )
 
     def _list_caveats(self, asked: AnswerRequest, samples: list[Sample]) -> list[str]:
         """List why the guarantee of a threshold does not cover this answer, each reason once."""
         threshold = self.threshold
-        fitted_models: tuple[str, ...] = ()
-        if threshold is not None:
-            fitted_models = threshold.models or (self.engine.model,)
         caveats = [sample.unreadable for sample in samples if sample.unreadable is not None]
         for sample in samples:
             if sample.replies[0].finish_reason == "length":
                 caveats.append(CUT)
-            is_other_model = any(reply.model not in fitted_models for reply in sample.replies)
-            if threshold is not None and is_other_model:
-                caveats.append(OTHER_MODEL)
+            if threshold is not None:
+                threshold_models = threshold.models or (self.engine.model,)  # its file may name none
+                is_other_model = any(reply.model not in threshold_models for reply in sample.replies)
+                if is_other_model:
+                    caveats.append(OTHER_MODEL)
         is_fitted = threshold is not None or self.fitted is not None
         if asked.has_other_labels and is_fitted:
             caveats.append(OTHER_LABELS)
         return list(dict.fromkeys(caveats))
 
 
-def _describe_candidates(
-    samples: list[Sample], calibrated: list[Prediction], *, is_calibrated: bool
-) -> list[dict[str, Any]]:
+def _list_reasons(asked: AnswerRequest, chosen: ChosenAnswer) -> list[str]:
+    """List what is unusual about the chosen answer: no calibration, no label or answer, or a forced label."""
+    reasons = []
+    if chosen.uncalibrated_reason:
+        reasons.append(chosen.uncalibrated_reason)
+    if chosen.final.choice is None:
+        reasons.append(NO_LABEL if asked.question.options else NO_ANSWER_STATED)
+    elif chosen.sample.is_forced:
+        reasons.append(FORCED)
+    return reasons
+
+
+def _describe_candidates(samples: list[Sample], chosen: ChosenAnswer) -> list[dict[str, Any]]:
     """Return all samples with their raw and calibrated confidences; None where one is unknown."""
     candidates = []
-    for sample, prediction in zip(samples, calibrated, strict=True):
-        raw_confidence = sample.stated_confidence
+    for sample, prediction in zip(samples, chosen.calibrated, strict=True):
+        raw_confidence = sample.raw_confidence
         confidence = None
-        if is_calibrated and raw_confidence is not None:
+        if raw_confidence is not None and not chosen.uncalibrated_reason:
             confidence = prediction.confidence
         candidates.append({**sample.describe(), "confidence": confidence, "confidence_raw": raw_confidence})
     return candidates
 
 
 def _count_usage(samples: list[Sample]) -> dict[str, int]:
-    """Count the tokens of all upstream requests."""
+    """Count the tokens of all upstream requests; a count that the upstream does not report is 0."""
     prompt_tokens = 0
     completion_tokens = 0
     for sample in samples:

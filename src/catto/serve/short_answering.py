@@ -15,17 +15,29 @@ from catto.answer.short_answers import ShortAnswer, measure_agreement, read_shor
 from catto.answer.verbal import read_stated_confidence
 from catto.elicit import JUDGEMENT_TOKENS, read_ptrue
 from catto.engines import Generation, Request
-from catto.engines.server import FaultError
-from catto.predict import STOP, STOP_STATED, describe_answer, request_seed
+from catto.predict import STOP, STOP_STATED, describe_answer
 from catto.prompts import JUDGEMENT_LABELS, add_judgement
 from catto.records import Grade, Option, Prediction, Refusal
-from catto.serve.answering import Answerer, AnswerRequest, GatewayAnswer, Sample, ServedQuestion, run_in_thread
+from catto.serve.answering import (
+    Answerer,
+    AnswerRequest,
+    GatewayAnswer,
+    Sample,
+    ServedQuestion,
+    make_unreadable_fault,
+    run_in_thread,
+)
 
 JUDGEMENT_OPTIONS = tuple(Option(label=label, text=label) for label in JUDGEMENT_LABELS)
 
 
 class Judgement(NamedTuple):
-    """What the upstream says of its own answer: P(True), and the replies it took."""
+    """What the upstream says of its own answer.
+
+    Attributes:
+        ptrue: P(True); None if it was not asked, or its reply has neither True nor False.
+        replies: The replies that it took.
+    """
 
     ptrue: float | None
     replies: tuple[Generation, ...]
@@ -47,17 +59,16 @@ class ShortAnswerer(Answerer):
     brief: bool = False
 
     async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
-        """Take one sample and, for P(True), ask whether its answer is right."""
+        """Take one sample and, for P(True), ask whether its answer is right.
+
+        The confidence of agreement is not known before all samples are taken: `_compose_answer` computes it.
+
+        Raises:
+            FaultError: The upstream fails, or its judgement cannot be read.
+        """
         kind = asked.protocol.confidence_kind
-        request = Request(
-            question=asked.question.id,
-            sample=number,
-            messages=asked.messages,
-            temperature=asked.protocol.temperature,
-            seed=request_seed(asked.seed, "", number),
-            max_tokens=asked.max_tokens,
-            stop=STOP_STATED if kind == "verbal" else STOP,
-        )
+        # A stated confidence comes after the answer.
+        request = self._make_request(asked, number, stop=STOP_STATED if kind == "verbal" else STOP)
         reply = await self.engine.ask(self.client, request)
         is_cut = reply.finish_reason == "length"
         answer = await run_in_thread(partial(read_short_answer, reply.text, self.grade, cut=is_cut))
@@ -71,14 +82,22 @@ class ShortAnswerer(Answerer):
         return self._make_short_sample(request, reply, answer, confidence=confidence, judgement=judgement)
 
     async def _judge_answer(self, asked: AnswerRequest, number: int, text: str) -> Judgement:
-        """Ask the upstream whether an answer is right; FaultError if its reply cannot be read."""
+        """Ask the upstream whether the answer `text` is right.
+
+        An upstream that continues responses is asked for the label at once; any other answers freely.
+
+        Raises:
+            FaultError: The upstream fails, or the label's log-probability cannot be read.
+        """
         messages = add_judgement(asked.messages, text, brief=self.brief)
         question = ServedQuestion(asked.question.id, JUDGEMENT_OPTIONS)
-        empty = Generation(question=question.id, sample=number, text="", model=self.engine.model)
-        case = Case(question, messages, empty)
-        request = request_continuation(self.engine, case, read_reply(case)) if self.engine.can_continue else None
-        if request is not None:
-            reply = await self.engine.ask(self.client, request)
+        nothing_written = Generation(question=question.id, sample=number, text="", model=self.engine.model)
+        case = Case(question, messages, nothing_written)
+        label_request = None
+        if self.engine.can_continue:
+            label_request = request_continuation(self.engine, case, read_reply(case))
+        if label_request is not None:
+            reply = await self.engine.ask(self.client, label_request)
             answer = await run_in_thread(read_reply, case, reply)
         else:
             request = Request(
@@ -87,7 +106,7 @@ class ShortAnswerer(Answerer):
             reply = await self.engine.ask(self.client, request)
             answer = await run_in_thread(read_reply, Case(question, messages, reply))
         if isinstance(answer, Refusal):
-            raise FaultError(f"no confidence can be read: {answer.refused}", is_retryable=False, code=400)
+            raise make_unreadable_fault(answer.refused)
         return Judgement(read_ptrue(answer), (reply,))
 
     def _make_short_sample(
@@ -99,9 +118,18 @@ class ShortAnswerer(Answerer):
         confidence: float | None,
         judgement: Judgement,
     ) -> Sample:
-        unlabelled = Answer(None, answer.source or "none", confidence or 0.0, None, None)
+        """Record a short answer with its confidence; 0 if it has none yet, or none at all."""
+        unlabelled = Answer(
+            label=None,
+            source=answer.source or "none",
+            confidence=confidence or 0.0,
+            label_logprobs=None,
+            logsumexp=None,
+        )
+        response = reply
         is_answered = answer.key is not None
-        response = reply.model_copy(update={"finish_reason": "stop"}) if is_answered else reply
+        if is_answered:  # whatever was cut after the answer, the answer was not
+            response = reply.model_copy(update={"finish_reason": "stop"})
         # Nobody knows whether a served answer is right.
         prediction = Prediction(
             question=request.question,
