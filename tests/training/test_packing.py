@@ -42,13 +42,13 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     The list has an entry for each time that FlexAttention ran.
     """
-    choose, ran = forward.skips_blocks, list[bool]()
+    choose, ran = forward.try_flex_attention, list[bool]()
 
     def kernel(training: bool) -> Any:
         ran.append(training)
         return lambda: torch_flex.flex_attention
 
-    monkeypatch.setattr(forward, "skips_blocks", lambda model, device: choose(model, CUDA))
+    monkeypatch.setattr(forward, "try_flex_attention", lambda model, device: choose(model, CUDA))
     monkeypatch.setattr(forward, "is_triton_available", lambda: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(transformers_flex, "WrappedFlexAttention", kernel)
@@ -163,19 +163,19 @@ def test_cuda_packs_supervised_examples_too(tmp_path: Any) -> None:
 
 
 def test_flex_attention_is_chosen_in_place_of_sdpa_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert forward.skips_blocks(tiny_model(), torch.device("cpu")) is False
+    assert forward.try_flex_attention(tiny_model(), torch.device("cpu")) is False
     monkeypatch.setattr(forward, "is_triton_available", lambda: True)
-    assert forward.skips_blocks(tiny_model(), CUDA) is True
+    assert forward.try_flex_attention(tiny_model(), CUDA) is True
     for model in (
         tiny_model(attn_implementation="eager"),
         tiny_model(attention_dropout=0.1),
         tiny_model(arch="gpt2"),  # Transformers does not run it with FlexAttention
     ):
         before = model.config._attn_implementation
-        assert forward.skips_blocks(model, CUDA) is False
+        assert forward.try_flex_attention(model, CUDA) is False
         assert model.config._attn_implementation == before
     monkeypatch.setattr(forward, "is_triton_available", lambda: False)
-    assert forward.skips_blocks(tiny_model(), CUDA) is False
+    assert forward.try_flex_attention(tiny_model(), CUDA) is False
 
 
 def test_other_calls_of_the_model_keep_sdpa() -> None:

@@ -75,6 +75,9 @@ def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None
 
     Returns:
         One example per row that fits.
+
+    Raises:
+        ValueError: There are rows and none fits, or a completion gives no readable label.
     """
     return locate_labels(tokenizer, tokenize_responses(tokenizer, rows, max_length))
 
@@ -82,19 +85,23 @@ def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None
 def tokenize_responses(
     tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None
 ) -> list[tuple[SftRow, Row]]:
-    """Tokenise rows and keep those that fit; arguments as in `make_examples`."""
+    """Tokenise rows and keep those that fit, each with its token ids; arguments and errors as in `make_examples`."""
     responses = []
     for row in rows:
         text = row.completion[-1].content
-        if row.label is None:
+        if row.label is None:  # the text ends before its label; only that position is read, so any label will do
             text += _close_answer(row.labels[0])
         responses.append((row, row_ids(tokenizer, row.prompt, text)))
-    return drop_too_long(
-        responses,
-        max_length,
-        length_of=lambda response: len(response[1].prompt) + len(response[1].completion),
-        name_of=lambda response: response[0].question,
-    )
+
+    def count_tokens(response: tuple[SftRow, Row]) -> int:
+        _, ids = response
+        return len(ids.prompt) + len(ids.completion)
+
+    def name_row(response: tuple[SftRow, Row]) -> str:
+        row, _ = response
+        return row.question
+
+    return drop_too_long(responses, max_length, length_of=count_tokens, name_of=name_row)
 
 
 def _close_answer(label: str) -> str:
@@ -104,7 +111,7 @@ def _close_answer(label: str) -> str:
 
 
 def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
-    """Find the labels of tokenised rows."""
+    """Find the labels of tokenised rows; votes, where a row has them, become the target. Raises as `find_label`."""
     examples = []
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
@@ -135,6 +142,9 @@ def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Examp
 
     Returns:
         New examples in the same order.
+
+    Raises:
+        ValueError: An example has no votes, or no shares that sum to 1, where they are needed.
     """
     results = []
     for example in examples:
@@ -171,7 +181,7 @@ def _require_target(example: Example, outcome_target: str) -> tuple[float, ...]:
 
 
 def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
-    """Return the distributions of N examples, padded with 0 to (N, width)."""
+    """Return the distributions of N examples, padded with 0 to (N, width). An example without one gives zeros."""
     table = []
     for example in examples:
         shares = list(example.label.target or ())
@@ -186,7 +196,10 @@ def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: st
         tokenizer: The tokenizer of the model.
         completion: The tokens of the completion.
         labels: The labels of the question.
-        where: The row, for the error if the completion gives no label.
+        where: The row, for the error.
+
+    Raises:
+        ValueError: The completion gives no label, or one token does not tell the labels apart.
     """
     try:
         index, candidates = find_label_token(tokenizer, completion, labels)
@@ -196,7 +209,7 @@ def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: st
 
 
 def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
-    """Encode a prompt and its completion, which ends with the end-of-sequence token."""
+    """Encode a prompt and its completion; the end-of-sequence token is appended to the completion."""
     text, prompt_tokens = _encode_prompt(tokenizer, tuple(prompt))
     joint_tokens = tokenizer(text + completion, add_special_tokens=False)["input_ids"]
     prompt_length = len(prompt_tokens)
@@ -226,7 +239,10 @@ def drop_too_long(
         name_of: Returns the name of a row in the log.
 
     Returns:
-        The rows that fit. If none does, ValueError is raised.
+        The rows that fit; without rows, none.
+
+    Raises:
+        ValueError: There are rows and none fits.
     """
     if max_length is None:
         return rows
@@ -278,10 +294,10 @@ def count_pair_tokens(columns: dict[str, Any]) -> int:
 
 
 def number_row(example: dict[str, Any], row: int, **determining: Any) -> dict[str, Any]:
-    """Give a row its number.
+    """Return the number of a row as a new column.
 
-    `determining` is what else its reference log-probabilities depend on. It is part of the dataset's fingerprint, by
-    which TRL caches them.
+    `determining` is ignored here. It is what else the row's reference log-probabilities depend on: as an argument it
+    is part of the dataset's fingerprint, by which TRL caches them.
     """
     return {"row": row}
 
@@ -295,11 +311,11 @@ def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str)
 
     Args:
         dataset: A dataset, streamed or not.
-        needed: Names of columns.
+        needed: Names of columns, out of `EXAMPLE_COLUMNS`.
         name: Name of the dataset, for the error.
         reader: What reads the columns, for the error.
     """
-    columns = dataset.column_names or list(next(iter(dataset)))
+    columns = dataset.column_names or list(next(iter(dataset)))  # a stream may not know its columns
     missing = [column for column in needed if column not in columns]
     if not missing:
         return
@@ -320,7 +336,11 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: boo
         rated: Whether the objective reads the correctness rate.
 
     Returns:
-        New columns: `gold_index`, `rate`, and the label's index and candidate tokens of each side.
+        New columns: `gold_index`, `rate` (0 if it is not read), and the label's index and candidate tokens of each
+        side.
+
+    Raises:
+        ValueError: A label, the gold label or the rate is missing or unreadable; the error names the row.
     """
     where = f"{name} dataset row {example['row']}"
     labels = example["labels"]
@@ -356,6 +376,9 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
 
     Returns:
         New columns `chosen_reasoning` and `rejected_reasoning`.
+
+    Raises:
+        ValueError: The labels are no list, or the tokens of a response do not tell its label from another.
     """
     where = f"{name} dataset row {example['row']}"
     _check_label_list(example, where)
@@ -363,10 +386,13 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
     for side in ("chosen", "rejected"):
         ids = example[f"{side}_ids"]
         try:
-            place = locate_label(tokenizer, ids, example["labels"])
+            label_position = locate_label(tokenizer, ids, example["labels"])
         except ValueError as error:
             raise ValueError(f"{where}, {side}: {error}") from None
-        columns[f"{side}_reasoning"] = len(ids) if place is None else len(place.ids)
+        tokens_before_label = len(ids)
+        if label_position is not None:
+            tokens_before_label = len(label_position.ids)
+        columns[f"{side}_reasoning"] = tokens_before_label
     return columns
 
 
@@ -377,28 +403,37 @@ def check_reasoning(dataset: Any, name: str) -> None:
     """Refuse a dataset in which most pairs have nothing to prefer before their labels; log how many there are.
 
     A pair has nothing to prefer if both responses are the same up to their labels, for instance if they begin with
-    the answer. Its loss is constant. Of a streamed dataset only the first rows are checked.
+    the answer. Its loss is constant. Of a streamed dataset only the first rows are checked. Pairs with a response
+    without an answer are only logged.
+
+    Raises:
+        ValueError: More than half of the checked pairs have nothing to prefer.
     """
     rows = dataset.select_columns(["chosen_ids", "rejected_ids", "chosen_reasoning", "rejected_reasoning"])
     if not isinstance(rows, Dataset):
         rows = rows.take(STREAM_SAMPLE)
     total = 0
-    without_reasoning = 0
+    nothing_to_prefer = 0
     without_answer = 0
     for row in rows:
         total += 1
-        chosen = row["chosen_ids"][: row["chosen_reasoning"]]
-        rejected = row["rejected_ids"][: row["rejected_reasoning"]]
-        without_reasoning += chosen == rejected
-        without_answer += len(chosen) == len(row["chosen_ids"]) or len(rejected) == len(row["rejected_ids"])
-    if without_reasoning > total / 2:
+        chosen_reasoning = row["chosen_ids"][: row["chosen_reasoning"]]
+        rejected_reasoning = row["rejected_ids"][: row["rejected_reasoning"]]
+        if chosen_reasoning == rejected_reasoning:
+            nothing_to_prefer += 1
+        # `reasoning_columns` counts all tokens of a response without an answer.
+        chosen_has_no_answer = len(chosen_reasoning) == len(row["chosen_ids"])
+        rejected_has_no_answer = len(rejected_reasoning) == len(row["rejected_ids"])
+        if chosen_has_no_answer or rejected_has_no_answer:
+            without_answer += 1
+    if nothing_to_prefer > total / 2:
         raise ValueError(
-            f"preference_tokens is 'reasoning', but {without_reasoning} of {total} pairs of the {name} dataset have "
+            f"preference_tokens is 'reasoning', but {nothing_to_prefer} of {total} pairs of the {name} dataset have "
             f"nothing to prefer: their responses are the same up to the label, as answers without reasoning are"
         )
-    if without_reasoning:
+    if nothing_to_prefer:
         note = "%d of %d %s pairs have nothing to prefer: their responses are the same up to the label"
-        logger.warning(note, without_reasoning, total, name)
+        logger.warning(note, nothing_to_prefer, total, name)
     if without_answer:
         note = "%d of %d %s pairs have a response without an answer, which the preference loss reads whole"
         logger.warning(note, without_answer, total, name)
@@ -453,7 +488,7 @@ class LengthFilter:
         """Drop the pairs that do not fit; raise ValueError if none does, in a stream too."""
         if isinstance(dataset, Dataset):
             return self._select_rows(dataset)
-        if not any(map(self.fits, dataset)):
+        if not any(map(self.fits, dataset)):  # it reads the stream up to the first pair that fits
             raise self._nothing_fits()
         return dataset.filter(self)
 

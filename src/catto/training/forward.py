@@ -60,8 +60,13 @@ def _unwrap_peft(model: Any) -> Any:
 def install_head(model: Any) -> None:
     """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head.
 
+    The forward of the base model is replaced on the instance; a second call does nothing.
+
     Args:
         model: A causal language model, or a PEFT model around one.
+
+    Raises:
+        ValueError: The head is more than one linear layer, or has an adapter.
     """
     base = _unwrap_peft(model)
     if getattr(base, "_catto_head", False):
@@ -151,9 +156,13 @@ def _keep_output_precision(model: Any) -> Iterator[None]:
 def _run_backbone_and_head(
     model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """Return a plain dictionary: whatever wraps the model's forward looks for tensors in it."""
+    """Return the fields of `TokenStats`, `labels` and `aux_loss`, as `run_head` reads them.
+
+    The dictionary is a plain one: whatever wraps the model's forward looks for tensors in it.
+    """
     if batch.shared or batch.packed:
         attention_mask = _make_block_mask(model, batch)
+    # PEFT adds `labels` and arguments that are None, which not every backbone takes.
     backbone_options = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
     backbone_options["use_cache"] = False
     outputs = model.base_model(attention_mask=attention_mask, **backbone_options)
@@ -161,9 +170,9 @@ def _run_backbone_and_head(
     virtual_tokens = hidden.shape[1] - batch.input_ids.shape[1]  # prompt-learning adapters put them in front
 
     def gather_hidden(source: Tensor, device: torch.device) -> Tensor:
-        """Return the hidden states (N, H) at (sequence, position), on the device of the head."""
-        sequence, position = source.to(hidden.device).unbind(-1)
-        rows: Tensor = hidden[sequence, position + virtual_tokens].to(device)
+        """Return the hidden states (N, H) at each (line, column) of `source`, on the device of the head."""
+        line, column = source.to(hidden.device).unbind(-1)
+        rows: Tensor = hidden[line, column + virtual_tokens].to(device)
         return rows
 
     values: dict[str, Tensor | None] = {"labels": None, "aux_loss": None}
@@ -174,10 +183,11 @@ def _run_backbone_and_head(
         targets = batch.targets.to(head_device)
         stats = token_stats(scored_hidden, targets=targets, extras=extras, masked=False, **head)
         values.update(vars(stats))
-        if len(batch.query_source):
+        has_queries = len(batch.query_source) > 0
+        if has_queries:
             query_hidden = gather_hidden(batch.query_source, head_device).unsqueeze(1)
             label_ids = batch.query_labels.to(head_device)
-            positions = torch.zeros_like(label_ids[:, 0])
+            positions = torch.zeros_like(label_ids[:, 0])  # each query is a sequence of one position
             values["labels"] = label_logprobs(query_hidden, positions=positions, labels=label_ids, **head)
     if getattr(outputs, "router_logits", None) is not None:
         values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
@@ -201,7 +211,7 @@ def _make_block_mask(model: Any, batch: Batch) -> Any:
 
 
 def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> Tensor | None:
-    """Compute the load-balancing loss of a mixture of experts as TRL does on padded rows.
+    """Compute the load-balancing loss of a mixture of experts as TRL does on padded rows; None without such layers.
 
     Each token counts as often as it occurs in those rows: a token of a shared prompt once for every response.
     """
@@ -246,7 +256,7 @@ def _gather_tensor(tensor: Any) -> Any:
 
 
 def _find_logit_scale(config: Any) -> float:
-    """Return the factor of the logits."""
+    """Return the factor of the logits, 1 if the configuration names none."""
     for name in SCALE_NAMES:
         factor = getattr(config, name, None)
         if factor is not None:
@@ -279,10 +289,11 @@ AttentionInterface.register("catto", _attend)
 AttentionMaskInterface.register("catto", sdpa_mask)
 
 
-def skips_blocks(model: Any, device: torch.device) -> bool:
-    """Use FlexAttention for block masks if possible, and return whether masked blocks are skipped.
+def try_flex_attention(model: Any, device: torch.device) -> bool:
+    """Switch the model to FlexAttention for block masks if possible; return whether it uses FlexAttention.
 
-    On CUDA, SDPA is replaced, but only for batches with such a mask.
+    It then skips the blocks in which no token may look at another. On CUDA, SDPA is replaced, but only for batches
+    with such a mask.
     """
     base = _unwrap_peft(model)
     if base.config._attn_implementation == "sdpa" and _can_use_flex_attention(base, device):
@@ -294,7 +305,7 @@ def _can_use_flex_attention(base: Any, device: torch.device) -> bool:
     if device.type != "cuda" or not is_triton_available() or not base._supports_flex_attn:
         return False
     device_map = getattr(base, "hf_device_map", None) or {}
-    is_on_one_device = len(set(device_map.values())) < 2  # the mask stays on one device
+    is_on_one_device = len(set(device_map.values())) < 2  # the mask is not moved between devices
     has_dropout = bool(getattr(base.config.get_text_config(), "attention_dropout", 0))
     return is_on_one_device and not has_dropout
 
@@ -304,7 +315,7 @@ def sharing_obstacle(model: Any, args: Any = None) -> str | None:
 
     Args:
         model: The model.
-        args: The arguments of the training, if there is one.
+        args: The arguments of the training, of which NEFTune's noise is read; None without a training.
     """
     config = model.config.get_text_config()
     if model.config._attn_implementation not in DENSE + SPARSE:

@@ -34,7 +34,7 @@ def compute_label_logprobs(
 
     Args:
         model: A causal language model; `install_head` adds keywords to its forward.
-        examples: N examples.
+        examples: N examples, at least one.
         pad: Token id that fills up the rows of a batch.
         batch_size: Number of examples per forward.
 
@@ -57,7 +57,7 @@ def compute_label_logprobs(
             indices = order[start : start + batch_size]
             batch_examples = [examples[index] for index in indices]
             rows = [example.before_label() for example in batch_examples]
-            batch = lay_out_rows(rows, label_queries(batch_examples), 0, pad, shared=False)
+            batch = lay_out_rows(rows, label_queries(batch_examples), scored=0, pad=pad, shared=False)
             labels = run_head(model, batch.to(model.device), precision="fp32").labels
             if labels is not None:
                 logprobs[indices, : labels.shape[1]] = labels.double().cpu().numpy()
@@ -130,7 +130,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
 
     validation: Sequence[Example] = ()
     validation_answers: LabelAnswers | None = None
-    _metrics_to_log: Sequence[tuple[str, float]] = ()
+    _metrics_to_log: Sequence[tuple[str, float]] = ()  # of the last evaluation; the next `log` takes them
     _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were loaded after it
     _unread_losses: tuple[_UnreadLoss, ...] = ()
 
@@ -138,18 +138,22 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Evaluate as the trainer does, where it has a dataset, and measure calibration: one event for both."""
-        # Transformers calls this method for each of several datasets: of the trainer's own by name, to measure once.
-        if self.validation and not isinstance(eval_dataset, str | dict):
+        # Of several datasets Transformers evaluates each by calling this method again: with a name for its own, with
+        # the dataset for those of a dictionary. Only one of these calls measures.
+        measures_in_another_call = isinstance(eval_dataset, str | dict)
+        if self.validation and not measures_in_another_call:
             self._metrics_to_log = self._measure_labels(metric_key_prefix)
-        if not self.validation or eval_dataset is not None or self.eval_dataset is not None:
+        has_dataset = eval_dataset is not None or self.eval_dataset is not None
+        if has_dataset or not self.validation:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
         results: dict[str, float] = {}
         self.model.eval()  # TRL's log reads the mode to tell training from evaluation
-        self.log(results)
+        self.log(results)  # adds the metrics to `results`
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, results)
         return results
 
     def _measure_labels(self, prefix: str) -> list[tuple[str, float]]:
+        """Return the metrics of the validation examples, named for the log; sets `validation_answers`."""
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
         logprobs = compute_label_logprobs(self.model, self.validation, tokenizer.pad_token_id)
         gold = [example.label.gold for example in self.validation]
@@ -169,6 +173,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         return is_tie
 
     def _load_best_model(self) -> None:
+        """Load it as Transformers does, and remember its step for `kept_step`."""
         super()._load_best_model()
         _, _, best_step = str(self.state.best_model_checkpoint).rpartition("-")
         self._loaded = (self.state.global_step, int(best_step))
@@ -180,7 +185,8 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         if self._loaded is None:
             return last
         last_when_loaded, loaded_step = self._loaded
-        if last_when_loaded != last:
+        has_trained_further = last_when_loaded != last
+        if has_trained_further:
             return last
         return loaded_step
 
@@ -203,6 +209,9 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         Args:
             loss: The loss, a scalar.
             rows: Names the rows that it was computed on, for the error.
+
+        Raises:
+            FloatingPointError: One of the losses that were read now is not finite. During evaluation all are read.
         """
         unread = _UnreadLoss(loss.detach(), self.state.global_step, rows)
         self._unread_losses = (*self._unread_losses, unread)
@@ -210,6 +219,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
             self._stop_at_nan()
 
     def _stop_at_nan(self) -> None:
+        """Read and forget the remembered losses; raise FloatingPointError if one of them is not finite."""
         unread_losses = self._unread_losses
         self._unread_losses = ()
         if not unread_losses:

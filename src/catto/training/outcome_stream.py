@@ -34,10 +34,14 @@ class OutcomeStream:
         self._order = np.arange(0)
 
     def take_examples(self, trainer: Any, pairs: int) -> list[Example]:
-        """Return the examples of this process's next micro-batch of `pairs` pairs."""
+        """Return the examples of this process's next micro-batch of `pairs` pairs.
+
+        Each call within one step is taken for the next micro-batch of that step.
+        """
         args = trainer.args
         step = trainer.state.global_step
-        if step == self._step:
+        is_same_step = step == self._step
+        if is_same_step:
             self._micro_batch += 1
         else:
             self._micro_batch = 0
@@ -49,19 +53,20 @@ class OutcomeStream:
 
     def example_at(self, position: int) -> Example:
         """Return example number `position` of the endless stream."""
-        number_of_pass, place = divmod(position, len(self.examples))
+        number_of_pass, index_in_pass = divmod(position, len(self.examples))
         if number_of_pass != self._pass:
             generator = np.random.default_rng((self.seed, number_of_pass))
             self._pass = number_of_pass
             self._order = generator.permutation(len(self.examples))
-        return self.examples[int(self._order[place])]
+        return self.examples[int(self._order[index_in_pass])]
 
 
 def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
     """Return the stream of the examples that fit; None if there are none or the term has weight 0.
 
     Raises:
-        ValueError: Nothing would read the examples, or an option needs examples.
+        ValueError: Nothing would read the examples, an option needs examples, they lack the configured target, or all
+            of them are too long.
     """
     if examples and args.calibration not in ("outcome", "replay"):
         raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")

@@ -41,25 +41,29 @@ class ReasoningLogprobs(NamedTuple):
 
 
 def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
-    """Tokenize pairs and find their labels; as in training, pairs with more than `max_length` tokens are left out."""
+    """Tokenize pairs and find their labels; as in training, pairs with more than `max_length` tokens are left out.
+
+    Raises:
+        ValueError: A response gives no readable label although its question has labels.
+    """
     pairs = []
     for row in rows:
         columns = preference_columns(tokenizer, row)
         if max_length is not None and count_pair_tokens(columns) > max_length:
             continue
         responses = {}
-        label_places: dict[str, int | None] = {"chosen": None, "rejected": None}
+        label_at: dict[str, int | None] = {"chosen": None, "rejected": None}
         for side in ("chosen", "rejected"):
             where = f"question {row.question}, {side}"
             responses[side] = Row(columns["prompt_ids"], columns[f"{side}_ids"])
             if row.labels:
-                label_places[side], _ = find_label(tokenizer, responses[side].completion, row.labels, where)
+                label_at[side], _ = find_label(tokenizer, responses[side].completion, row.labels, where)
         pair = TokenizedPair(
             question=row.question,
             chosen=responses["chosen"],
             rejected=responses["rejected"],
-            chosen_label_at=label_places["chosen"],
-            rejected_label_at=label_places["rejected"],
+            chosen_label_at=label_at["chosen"],
+            rejected_label_at=label_at["rejected"],
         )
         pairs.append(pair)
     return pairs
@@ -76,7 +80,7 @@ def pair_logprobs(
     """Sum the log-probabilities of both responses of every pair, with the fused head: no logits are held.
 
     Args:
-        model: A causal language model; `install_head` adds keywords to its forward.
+        model: A causal language model. `install_head` adds keywords to its forward, and it is left in evaluation mode.
         pairs: N tokenized pairs.
         pad: Token id that fills up the rows of a batch.
         batch_size: Maximum number of responses in a batch; long ones make it smaller. A pair is never split.
@@ -113,44 +117,50 @@ def _plan_batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[l
     first = 0
     while first < len(order):
         longest = pairs[order[first]].tokens
-        fitting = min(batch_size, MOST_TOKENS // longest) // 2
-        size = max(1, fitting)
-        yield order[first : first + size]
-        first += size
+        fitting_responses = min(batch_size, MOST_TOKENS // longest)
+        fitting_pairs = max(1, fitting_responses // 2)  # a pair is never split
+        yield order[first : first + fitting_pairs]
+        first += fitting_pairs
 
 
 @torch.no_grad()
 def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) -> list[list[float]]:
     """Return the log-probability of every token of each completion. `shared` computes each prompt once."""
-    batch = lay_out_rows(rows, [], len(rows), pad, shared=shared).to(model.device)
-    target = run_head(model, batch).stats.target.tolist()
-    logprobs = []
+    batch = lay_out_rows(rows, [], scored=len(rows), pad=pad, shared=shared).to(model.device)
+    all_logprobs = run_head(model, batch).stats.target.tolist()  # of all rows, one after the other
+    logprobs_by_row = []
     start = 0
     for length in batch.lengths:
-        logprobs.append(target[start : start + length])
+        logprobs_by_row.append(all_logprobs[start : start + length])
         start += length
-    return logprobs
+    return logprobs_by_row
 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
-    """Sum the tokens after the common beginning of both responses; see `PairLogprobs`."""
-    same = count_common(list(pair.chosen.completion), list(pair.rejected.completion))
+    """Sum the log-probabilities of each response after the common beginning of both; see `PairLogprobs`.
+
+    chosen, rejected: The log-probability of every token of the responses.
+    """
+    common = count_common(list(pair.chosen.completion), list(pair.rejected.completion))
     reasoning = ReasoningLogprobs(None, None)
     if pair.chosen_label_at is not None and pair.rejected_label_at is not None:
-        reasoning = _sum_reasoning(chosen[: pair.chosen_label_at], rejected[: pair.rejected_label_at], same=same)
+        reasoning = _sum_reasoning(chosen[: pair.chosen_label_at], rejected[: pair.rejected_label_at], common=common)
     return PairLogprobs(
         question=pair.question,
-        chosen=sum(chosen[same:]),
-        rejected=sum(rejected[same:]),
+        chosen=sum(chosen[common:]),
+        rejected=sum(rejected[common:]),
         chosen_reasoning=reasoning.chosen,
         rejected_reasoning=reasoning.rejected,
     )
 
 
-def _sum_reasoning(chosen: Sequence[float], rejected: Sequence[float], *, same: int) -> ReasoningLogprobs:
-    """Sum the tokens of two reasonings after their common beginning, which is at most `same` tokens long."""
-    same_reasoning = min(same, len(chosen), len(rejected))
-    reasonings_differ = same_reasoning < max(len(chosen), len(rejected))
+def _sum_reasoning(chosen: Sequence[float], rejected: Sequence[float], *, common: int) -> ReasoningLogprobs:
+    """Sum the log-probabilities of two reasonings after their common beginning; None if both are the same.
+
+    common: How many first tokens the two responses have in common; the reasonings may be shorter.
+    """
+    common_reasoning = min(common, len(chosen), len(rejected))
+    reasonings_differ = common_reasoning < max(len(chosen), len(rejected))
     if not reasonings_differ:
         return ReasoningLogprobs(None, None)
-    return ReasoningLogprobs(sum(chosen[same_reasoning:]), sum(rejected[same_reasoning:]))
+    return ReasoningLogprobs(sum(chosen[common_reasoning:]), sum(rejected[common_reasoning:]))

@@ -91,7 +91,7 @@ class SupervisedTrainer(MonitoredTrainer):
         obstacle = forward.sharing_obstacle(model, args)
         if args.padding_free and obstacle:
             logger.warning("padding_free is off: %s", obstacle)
-        packed = obstacle is None and forward.skips_blocks(model, args.device)
+        packed = obstacle is None and forward.try_flex_attention(model, args.device)
         if args.padding_free is not None:
             packed = obstacle is None and args.padding_free
         callbacks: list[TrainerCallback] = [EvaluateAtEnd()]

@@ -203,7 +203,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
                 logger.warning("prefix_sharing is off: %s", known_obstacles[0])
             if self._padding_free:
                 logger.warning("padding_free is off: %s", known_obstacles[0])
-        packed = all(forward.skips_blocks(model, self.args.device) for model in models)
+        packed = all(forward.try_flex_attention(model, self.args.device) for model in models)
         if self._padding_free is not None:
             packed = self._padding_free
         if known_obstacles:
