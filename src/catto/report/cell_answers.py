@@ -25,7 +25,7 @@ class CellAnswers(GradedAnswers):
 
     Attributes:
         cell: The cell.
-        label: N labels, or short answers where there are none; None for an answer that could not be parsed.
+        label: N labels, or short answers where there are no labels; None for a response without an answer.
         model: Name of the model.
         asked: The N questions; empty if they are not known.
         margins: Margins of held-out preference pairs; empty if none were scored.
@@ -50,52 +50,61 @@ class CellAnswers(GradedAnswers):
 
     @property
     def truth(self) -> Floats:
-        """The exact probability of each answer, (N,). Every question must have a posterior."""
+        """The exact probability of each answer, (N,); 0 for an answer that the posterior does not have.
+
+        ValueError if any question has no posterior.
+        """
         probabilities = []
         for posterior, label in zip(self.posteriors, self.label, strict=True):
-            probabilities.append(posterior.get(label or "", 0.0))
+            if label is None:
+                probabilities.append(0.0)
+            else:
+                probabilities.append(posterior.get(label, 0.0))
         return np.array(probabilities)
 
 
 class CellFile(NamedTuple):
-    """The predictions of a cell, as columns and as they are in the file."""
+    """The predictions of a cell, as columns for the measures and as they are in the file for the browser."""
 
     answers: CellAnswers
     predictions: list[Prediction]
 
 
-def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed: Unparsed) -> CellFile:
+def read_cell(cell: Cell, folder: Path, known_questions: Mapping[str, Question], unparsed: Unparsed) -> CellFile:
     """Read the predictions of a cell: one per question, all of the cell's task.
 
     Args:
         cell: The cell.
         folder: Folder of the experiment.
-        asked: The questions of the cell's task by id; empty if they are not known.
-        unparsed: Whether forced answers count as wrong.
+        known_questions: The questions of the cell's task by id; empty if they are not known.
+        unparsed: "wrong" if forced answers count as wrong, "fallback" if they count as they are.
 
     Returns:
-        The answers as columns, and the predictions.
+        The answers as columns, after `unparsed` was applied, and the predictions before that.
+
+    Raises:
+        DataError: A file is broken, or the predictions are not those of `_read_predictions`.
     """
     path = folder / cell.predictions
-    by_question = _read_predictions(path, cell.task, asked)
-    predictions = list(by_question.values())
+    prediction_of = _read_predictions(path, cell.task, known_questions)  # at least one
+    predictions = list(prediction_of.values())
     margins: list[PairMargin] = []
     if cell.preference is not None:
         margins = list(read_records(folder / cell.preference, PairMargin))
-    questions = []
-    if asked:
-        questions = [asked[name] for name in by_question]
+    asked = []
+    if known_questions:
+        asked = [known_questions[question_id] for question_id in prediction_of]
     answers = CellAnswers(
         source=path,
         confidence=np.array([prediction.confidence for prediction in predictions], dtype=np.float64),
-        question=list(by_question),
+        question=list(prediction_of),
         read_as=[prediction.source for prediction in predictions],
-        by=None,
+        by=None,  # a cell has no slices
         correct=np.array([prediction.is_correct for prediction in predictions]),
         cell=cell,
         label=[prediction.choice for prediction in predictions],
         model=predictions[0].model,
-        asked=questions,
+        asked=asked,
         margins=margins,
     )
     if unparsed == "wrong":
@@ -103,18 +112,23 @@ def read_cell(cell: Cell, folder: Path, asked: Mapping[str, Question], unparsed:
     return CellFile(answers, predictions)
 
 
-def _read_predictions(path: Path, task: str, asked: Mapping[str, Question]) -> dict[str, Prediction]:
-    """Read question id -> prediction."""
-    by_question: dict[str, Prediction] = {}
+def _read_predictions(path: Path, task: str, known_questions: Mapping[str, Question]) -> dict[str, Prediction]:
+    """Read question id -> prediction.
+
+    Raises:
+        DataError: The file is empty, or a prediction is of another task, of a question that has one already, or of
+            none of the known questions.
+    """
+    prediction_of: dict[str, Prediction] = {}
     for row, prediction in enumerate(read_records(path, Prediction), 1):
-        name = prediction.question
+        question_id = prediction.question
         if prediction.task != task:
             raise DataError(path, row, f"task: expected {task!r}, got {prediction.task!r}")
-        if name in by_question:
-            raise DataError(path, row, f"question: {name!r} is answered twice; expected one line each")
-        if asked and name not in asked:
-            raise DataError(path, row, f"question: {name!r} is not among the task's questions")
-        by_question[name] = prediction
-    if not by_question:
+        if question_id in prediction_of:
+            raise DataError(path, row, f"question: {question_id!r} is answered twice; expected one line each")
+        if known_questions and question_id not in known_questions:
+            raise DataError(path, row, f"question: {question_id!r} is not among the task's questions")
+        prediction_of[question_id] = prediction
+    if not prediction_of:
         raise DataError(path, None, "holds no rows")
-    return by_question
+    return prediction_of

@@ -96,8 +96,8 @@ GroupsByMethod = Mapping[str, Sequence[GroupNumbers]]
 def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
     """Choose colour and marker of each method.
 
-    A rescaled method without a look of its own has the colour of the method it starts from, paler. Other unknown
-    methods get a hue far from the last one, and the markers in turn.
+    A rescaled method without a look of its own has the colour of the method it starts from, paler. Other methods
+    without one get a hue far from that of the previous method, and the markers in turn.
 
     Args:
         methods: names of methods in any order.
@@ -110,17 +110,18 @@ def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
     """
     looks = {}
     for position, method in enumerate(sorted(set(methods), key=method_order)):
-        start = strip_scaling(method)
+        unscaled = strip_scaling(method)
         if method in LOOKS:
             looks[method] = LOOKS[method]
-        elif start in LOOKS:
-            looks[method] = _make_paler(LOOKS[start], SCALED_LOOKS[scaled_kind(method)])
+        elif unscaled in LOOKS:
+            looks[method] = _make_paler(LOOKS[unscaled], SCALED_LOOKS[scaled_kind(method)])
         else:
             looks[method] = _invent_look(position)
     return looks
 
 
 def _make_paler(look: MethodLook, paler: PalerLook) -> MethodLook:
+    """Return the look with white mixed into its colour, and the marker of the paler one."""
     red, green, blue = [(1 - paler.white) * part + paler.white for part in to_rgb(look.colour)]
     return MethodLook(to_hex((red, green, blue)), paler.marker)
 
@@ -166,10 +167,11 @@ class Picture:
 
     Attributes:
         kind: "reliability" or a key of `KINDS`.
-        section: the part of the page.
+        section: which of the page's sections for this kind shows it: a setting of `SETTING_TITLES`, or "one" for the
+            reliability diagram of a single method; empty if the kind has a single section.
         tag: what the figure shows, as part of its file name.
         subject: what the figure shows, in words.
-        contents: its panels as `TitledContent`; of reliability diagrams as `Panel`.
+        panels: `Panel` objects for the kind "reliability", otherwise `TitledContent`.
         budget: the budget of the numbers; None if they belong to all.
         tasks: the tasks that it shows.
         methods: the methods that it shows; empty means all.
@@ -179,22 +181,22 @@ class Picture:
     section: str
     tag: str
     subject: str
-    contents: Any
+    panels: Any
     budget: Budget | None = None
     tasks: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """The stem of its file."""
+        """The stem of its file: kind, tag, and the budget if it has one."""
         parts = [self.kind, self.tag, self.budget]
         return "-".join(part for part in parts if part)
 
     def draw(self, looks: Looks) -> Figure:
-        """Draw one panel for each entry of `contents`, with one legend below."""
+        """Draw the panels. Reliability diagrams have their own colours and do not read the looks of methods."""
         if self.kind == "reliability":
-            return reliability_figure(self.contents)
-        return draw_panels(KINDS[self.kind], self.contents, looks)
+            return reliability_figure(self.panels)
+        return draw_panels(KINDS[self.kind], self.panels, looks)
 
 
 def make_pictures(results: Results, numbers: Numbers, answers: Sequence[CellAnswers]) -> Iterator[Picture]:
@@ -212,18 +214,18 @@ def make_pictures(results: Results, numbers: Numbers, answers: Sequence[CellAnsw
 
 
 def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
-    """Yield the figures of the numbers in the score tables, and of Confidence@k."""
+    """Yield the figures of the numbers in the score tables, and of Confidence@k; none without such numbers."""
     for setting, title in tables.SETTING_TITLES.items():
-        groups = numbers.block(setting, budget)
+        groups = numbers.find_groups(setting, budget)
         cells = [cell for cell in numbers.cells if cell.setting == setting and cell.budget in (None, budget)]
         with_truth = [group for group in groups if "true_error" in group.others]
-        shown_in: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
+        records_of_kind: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
             "ece": groups,
             "scatter": groups,
             "seeds": cells,
             "world": with_truth,
         }
-        for kind, records in shown_in.items():
+        for kind, records in records_of_kind.items():
             if not records:
                 continue
             yield Picture(
@@ -231,11 +233,11 @@ def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Pic
                 section=setting,
                 tag=title.lower().replace(" ", "-"),
                 subject=title,
-                contents=split_by_task(records),
+                panels=split_by_task(records),
                 budget=budget,
                 tasks=tuple(dict.fromkeys(record.task for record in records)),
             )
-    with_samples = [group for group in numbers.block("in", budget) if group.selection]
+    with_samples = [group for group in numbers.find_groups("in", budget) if group.selection]
     for task in tables.list_report_tasks(with_samples):
         of_task = [group for group in with_samples if group.task == task]
         yield Picture(
@@ -243,22 +245,25 @@ def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Pic
             section="",
             tag=task,
             subject=task_title(task),
-            contents=[TitledContent(method_title(group.method), group) for group in of_task],
+            panels=[TitledContent(method_title(group.method), group) for group in of_task],
             budget=budget,
             tasks=(task,),
         )
 
 
 def split_by_task(records: Iterable[GroupNumbers | CellNumbers]) -> list[TitledContent]:
-    """Return one panel for each task: method -> its records, with the same methods in every panel."""
-    panels: dict[str, dict[str, list[GroupNumbers | CellNumbers]]] = {}
+    """Return one panel for each task: method -> its records.
+
+    Every panel has the same methods, so that their rows are at the same height; some may have no records.
+    """
     records = list(records)
     methods = sorted({record.method for record in records}, key=method_order)
+    records_at: dict[str, dict[str, list[GroupNumbers | CellNumbers]]] = {}  # task -> method -> records
     for task in sorted({record.task for record in records}, key=task_order):
-        panels[task] = {method: [] for method in methods}
+        records_at[task] = {method: [] for method in methods}
     for record in records:
-        panels[record.task][record.method].append(record)
-    return [TitledContent(task_title(task), by_method) for task, by_method in panels.items()]
+        records_at[record.task][record.method].append(record)
+    return [TitledContent(task_title(task), records_of) for task, records_of in records_at.items()]
 
 
 class MeasuredAnswers(NamedTuple):
@@ -269,76 +274,98 @@ class MeasuredAnswers(NamedTuple):
 
 
 def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budget: Budget | None) -> Iterator[Picture]:
-    """Yield reliability, histograms and risk-coverage of the first seed, for each training set and task."""
+    """Yield reliability, histograms and risk-coverage of the first seed, for each training set and task.
+
+    A cell without a budget is compared with the others in the figures of every budget. The diagram of such a cell alone
+    is the same in all of them, and is yielded for the first budget only.
+    """
     tests: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
-    for cell, answered in zip(numbers.cells, answers, strict=True):
+    for cell, cell_answers in zip(numbers.cells, answers, strict=True):
         if cell.budget in (None, budget):
             key = (cell.setting, task_order(cell.task), cell.trained_on)
-            tests.setdefault(key, []).append(MeasuredAnswers(cell, answered))
-    for _, pairs in sorted(tests.items()):
-        first_seed = min(pair.cell.seed for pair in pairs)
-        of_seed = [pair for pair in pairs if pair.cell.seed == first_seed]
-        of_seed.sort(key=lambda pair: method_order(pair.cell.method))
-        yield from _make_test_pictures(numbers, of_seed, budget)
+            tests.setdefault(key, []).append(MeasuredAnswers(cell, cell_answers))
+    is_first_budget = budget == numbers.budgets[0]
+    for _, cells in sorted(tests.items()):
+        first_seed = min(measured.cell.seed for measured in cells)
+        of_seed = [measured for measured in cells if measured.cell.seed == first_seed]
+        of_seed.sort(key=lambda measured: method_order(measured.cell.method))
+        yield from _compare_answers(of_seed, numbers.bins, budget)
+        for measured in of_seed:
+            is_of_this_budget = measured.cell.budget is not None
+            if is_of_this_budget or is_first_budget:
+                yield _make_single_diagram(measured, numbers.bins)
 
 
-def _make_test_pictures(numbers: Numbers, pairs: Sequence[MeasuredAnswers], budget: Budget | None) -> Iterator[Picture]:
-    """Yield the figures of the methods that were trained on the same data and tested on the same task and seed."""
+def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget | None) -> Iterator[Picture]:
+    """Yield the figures that show several methods next to each other.
+
+    Args:
+        cells: One cell for each method, all of the same training set, task and seed.
+        bins: Number of bins.
+        budget: The budget of the figures; a cell may have none.
+    """
     diagrams: dict[str, Panel] = {}
     histograms: list[TitledContent] = []
     curves: dict[str, RiskCoverage] = {}
-    for cell, answers in pairs:
-        title = method_title(cell.method)
-        bins = reliability(answers.confidence, answers.correct, numbers.bins)
-        diagrams[cell.method] = Panel(title=title, bins=bins, null=cell.null, sources=cell.sources)
-        histograms.append(TitledContent(title, HistogramContent(answers, numbers.bins)))
+    for cell, answers in cells:
+        diagrams[cell.method] = _make_diagram(cell, answers, bins)
+        histograms.append(TitledContent(method_title(cell.method), HistogramContent(answers, bins)))
         curves[cell.method] = risk_coverage(answers.confidence, answers.correct)
-    panels = [diagrams[method] for method in PAPER_PANELS if method in diagrams]
-    if not panels:
-        panels = list(diagrams.values())[:MOST_RELIABILITY_PANELS]
-    contents_of: dict[str, Sequence[Any]] = {
-        "reliability": panels,
+    shown_diagrams = [diagrams[method] for method in PAPER_PANELS if method in diagrams]
+    if not shown_diagrams:
+        shown_diagrams = list(diagrams.values())[:MOST_RELIABILITY_PANELS]
+    panels_of_kind: dict[str, Sequence[Any]] = {
+        "reliability": shown_diagrams,
         "histogram": histograms,
         "risk": [TitledContent("", curves)],
     }
-    first = pairs[0].cell
-    subject = f"{setting_title(first)}, seed {first.seed}"
-    for kind, contents in contents_of.items():
+    test = cells[0].cell  # any cell: only what all of them share is read
+    for kind, panels in panels_of_kind.items():
         yield Picture(
             kind=kind,
             section="",
-            tag=first.stem,
-            subject=subject,
-            contents=contents,
+            tag=test.stem,
+            subject=_describe_test(test),
+            panels=panels,
             budget=budget,
-            tasks=(first.task,),
+            tasks=(test.task,),
         )
-    for cell, _ in pairs:
-        is_shared_by_budgets = cell.budget is None
-        if is_shared_by_budgets and budget != numbers.budgets[0]:
-            continue  # drawn with the first budget
-        diagram = diagrams[cell.method]
-        yield Picture(
-            kind="reliability",
-            section="one",
-            tag=f"{first.stem}-{cell.method}",
-            subject=f"{diagram.title}, {subject}",
-            contents=[diagram],
-            budget=cell.budget,
-            tasks=(cell.task,),
-            methods=(cell.method,),
-        )
+
+
+def _make_single_diagram(measured: MeasuredAnswers, bins: int) -> Picture:
+    """Make the reliability diagram of one cell alone, with the cell's own budget, which may be None."""
+    cell, answers = measured
+    diagram = _make_diagram(cell, answers, bins)
+    return Picture(
+        kind="reliability",
+        section="one",
+        tag=f"{cell.stem}-{cell.method}",
+        subject=f"{diagram.title}, {_describe_test(cell)}",
+        panels=[diagram],
+        budget=cell.budget,
+        tasks=(cell.task,),
+        methods=(cell.method,),
+    )
+
+
+def _make_diagram(cell: CellNumbers, answers: CellAnswers, bins: int) -> Panel:
+    binned = reliability(answers.confidence, answers.correct, bins)
+    return Panel(title=method_title(cell.method), bins=binned, null=cell.null, sources=cell.sources)
+
+
+def _describe_test(cell: CellNumbers) -> str:
+    return f"{setting_title(cell)}, seed {cell.seed}"
 
 
 def make_history_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
-    """Yield validation over training, for each training set and budget."""
-    followed = [trained for trained in tables.list_trained_cells(results) if trained.training.history]
-    tasks = sorted({trained.cell.trained_on for trained in followed}, key=task_order)
+    """Yield validation over training, for each training set and budget; none if no training recorded its history."""
+    with_history = [trained for trained in tables.list_trained_cells(results) if trained.training.history]
+    tasks = sorted({trained.cell.trained_on for trained in with_history}, key=task_order)
     for task, budget in product(tasks, numbers.budgets):
-        trainings = _group_trainings(followed, task, budget)
+        trainings = _group_trainings(with_history, task, budget)
         if not trainings:
             continue
-        contents = [
+        panels = [
             TitledContent("Validation ECE", HistoryContent("val_ece", trainings)),
             TitledContent("Validation accuracy", HistoryContent("val_accuracy", trainings)),
         ]
@@ -347,16 +374,19 @@ def make_history_pictures(results: Results, numbers: Numbers) -> Iterator[Pictur
             section="",
             tag=task,
             subject=task_title(task),
-            contents=contents,
+            panels=panels,
             budget=budget,
             tasks=(task,),
         )
 
 
-def _group_trainings(followed: Iterable[TrainedCell], task: str, budget: Budget | None) -> dict[str, list[Training]]:
-    """Return method -> its trainings on a task in a budget, in the order of the tables."""
+def _group_trainings(trained: Iterable[TrainedCell], task: str, budget: Budget | None) -> dict[str, list[Training]]:
+    """Return method -> its trainings on a task in a budget, in the order of the tables.
+
+    A training without a budget belongs to both.
+    """
     trainings: dict[str, list[Training]] = {}
-    for cell, training in sorted(followed, key=lambda trained: method_order(trained.cell.method)):
+    for cell, training in sorted(trained, key=lambda one: method_order(one.cell.method)):
         if cell.trained_on == task and cell.budget in (None, budget):
             trainings.setdefault(cell.method, []).append(training)
     return trainings
@@ -365,42 +395,45 @@ def _group_trainings(followed: Iterable[TrainedCell], task: str, budget: Budget 
 # ---- drawing
 
 
-def draw_panels(kind: FigureKind, contents: Sequence[TitledContent], looks: Looks) -> Figure:
-    """Draw the panels of a figure in rows, with one legend below all of them."""
-    columns = min(kind.most_columns, len(contents))
-    rows = math.ceil(len(contents) / columns)
+def draw_panels(kind: FigureKind, panels: Sequence[TitledContent], looks: Looks) -> Figure:
+    """Draw at least one panel, in rows, with one legend below all of them."""
+    columns = min(kind.most_columns, len(panels))
+    rows = math.ceil(len(panels) / columns)
     width = min(5.8, 12.4 / columns)
     figure = Figure()
     grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.same_axes, sharey=kind.same_axes).flat
-    for place, (title, content) in enumerate(contents):
+    for place, (title, content) in enumerate(panels):
         axes = grid[place]
         _title_panel(axes, title, width)
         is_leftmost = place % columns == 0
         if is_leftmost:
             axes.set_ylabel(kind.y)
-        is_lowest = place + columns >= len(contents)
+        is_lowest = place + columns >= len(panels)
         if is_lowest:
             axes.set_xlabel(kind.x)
-            axes.tick_params(labelbottom=True)
+            axes.tick_params(labelbottom=True)  # also above an empty place of the last row
         axes.grid(True)
         kind.draw(axes, content, looks)
         _limit_axes(axes, kind)
-    for axes in grid[len(contents) :]:
+    for axes in grid[len(panels) :]:  # the empty places of the last row
         axes.set_visible(False)
-    handles = {}
+    handle_of_label = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
+            handle_of_label[label] = handle
     panel_height = kind.height
     if panel_height is None:
-        panel_height = 0.9 + 0.3 * len(grid[0].get_yticks())
+        rows_of_panel = len(grid[0].get_yticks())
+        panel_height = 0.9 + 0.3 * rows_of_panel
     entries_per_line = max(1, int(columns * width / 2))
-    legend_lines = math.ceil(len(handles) / entries_per_line)
+    legend_lines = math.ceil(len(handle_of_label) / entries_per_line)
     # The panels keep their height below a long legend: its lines after the third make the figure higher.
     height = rows * panel_height + 0.2 * max(0, legend_lines - 3)
     figure.set_size_inches(columns * width, height)
-    if handles:
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=entries_per_line)
+    if handle_of_label:
+        figure.legend(
+            handle_of_label.values(), handle_of_label.keys(), loc="outside lower center", ncols=entries_per_line
+        )
     return figure
 
 
@@ -414,7 +447,7 @@ def _title_panel(axes: Axes, title: str, width: float) -> None:
 
 
 def _limit_axes(axes: Axes, kind: FigureKind) -> None:
-    """Let shares go from 0 to 1, start ECE at 0, and end what is in per cent at 100."""
+    """Let shares go from 0 to 1, start ECE at 0, and let no margin reach beyond 100 per cent."""
     if kind.in_shares:
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(format_percent)
@@ -440,7 +473,10 @@ def _ends_in_percent(band: Interval | NullBand) -> tuple[float, float]:
 
 
 def draw_chance(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
-    """Draw ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open)."""
+    """Draw ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open).
+
+    A group with mostly forced answers has their share instead.
+    """
     _name_rows(axes, groups_of)
     for row, (method, groups) in enumerate(groups_of.items()):
         for group in groups:
@@ -451,10 +487,7 @@ def draw_chance(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
 
 
 def _write_forced_share(axes: Axes, row: int, group: GroupNumbers) -> None:
-    """Write the share of forced answers instead of the numbers.
-
-    These describe the fallback and could dwarf all others.
-    """
+    """Write the share of forced answers where the numbers would be: those describe the fallback, not the model."""
     axes.annotate(
         f"{100 * group.others['fallback_rate'].mean:.0f} % forced",
         xy=(0, row),
@@ -467,6 +500,7 @@ def _write_forced_share(axes: Axes, row: int, group: GroupNumbers) -> None:
 
 
 def _draw_chance_row(axes: Axes, row: int, group: GroupNumbers, *, colour: str) -> None:
+    """Draw one group at the height of its method's row."""
     ece = 100 * group.metrics["ece"].mean
     debiased = 100 * group.metrics["debiased_ece"].mean
     smooth = 100 * group.metrics["smooth_ece"].mean
@@ -479,7 +513,10 @@ def _draw_chance_row(axes: Axes, row: int, group: GroupNumbers, *, colour: str) 
 
 
 def draw_scatter(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
-    """Draw accuracy against ECE with their intervals, and the null band of the ECE (grey), without forced answers."""
+    """Draw accuracy against ECE with their intervals, and the null band of the ECE (grey).
+
+    Groups with mostly forced answers are left out.
+    """
     for method, groups in groups_of.items():
         for group in groups:
             if not group.sources.forced:
@@ -487,6 +524,7 @@ def draw_scatter(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
 
 
 def _draw_scatter_point(axes: Axes, group: GroupNumbers, *, look: MethodLook, label: str) -> None:
+    """Draw one group; every group of a method gives the same label, which the legend shows once."""
     accuracy = 100 * group.metrics["accuracy"].mean
     ece = 100 * group.metrics["ece"].mean
     axes.plot((accuracy, accuracy), _ends_in_percent(group.null), color=GREY, linewidth=5, alpha=0.35)
@@ -501,7 +539,7 @@ def _draw_scatter_point(axes: Axes, group: GroupNumbers, *, look: MethodLook, la
 
 
 def draw_seeds(axes: Axes, cells_of: Mapping[str, Sequence[CellNumbers]], looks: Looks) -> None:
-    """Draw the ECE of every seed, and a long mark at their mean."""
+    """Draw the ECE of every seed, and a long mark at their mean; a method without cells has an empty row."""
     _name_rows(axes, cells_of)
     for row, (method, cells) in enumerate(cells_of.items()):
         colour = looks[method].colour
@@ -525,7 +563,10 @@ def draw_world(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
 
 
 def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
-    """Draw the accuracy of each way to pick one of k answers, and of the greedy answer."""
+    """Draw the accuracy of each rule that picks one of k answers, and of the greedy answer.
+
+    The group has sampled answers, see `make_score_pictures`.
+    """
     sizes = sorted(group.selection)
     for rule, look in RULE_LOOKS.items():
         values = [100 * group.selection[k][rule].mean for k in sizes]
@@ -545,14 +586,14 @@ def draw_histogram(axes: Axes, content: HistogramContent, _: Looks) -> None:
     axes.hist(
         [right, wrong],
         edges.tolist(),
-        weights=[np.full(len(part), 1 / len(answers)) for part in (right, wrong)],
+        weights=[np.full(len(part), 1 / len(answers)) for part in (right, wrong)],  # shares of all answers
         label=["right", "wrong"],
         color=[BLUE, RED],
         stacked=True,
         histtype="stepfilled",
     )
     for patch in axes.patches:
-        patch.sticky_edges.y.extend([0, 1])
+        patch.sticky_edges.y.extend([0, 1])  # no margin below 0 and above 100 %
 
 
 def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> None:
@@ -562,7 +603,7 @@ def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> N
             curve.coverage,
             curve.risk,
             CURVE_STYLES[position % len(CURVE_STYLES)],
-            where="pre",
+            where="pre",  # a threshold below this coverage has the risk of this point
             color=looks[method].colour,
             linewidth=1.4,
             label=method_title(method),
@@ -574,11 +615,11 @@ def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> N
 def draw_history(axes: Axes, content: HistoryContent, looks: Looks) -> None:
     """Draw a validation metric over the steps, one line per method: the mean over the seeds that have the value."""
     for method, trainings in content.trainings.items():
-        values_at: dict[float, list[float]] = {}
+        values_at: dict[float, list[float]] = {}  # step -> values of the seeds
         for training in trainings:
-            for point in training.history:
-                if "step" in point and content.metric in point:
-                    values_at.setdefault(point["step"], []).append(point[content.metric])
+            for checkpoint in training.history:
+                if "step" in checkpoint and content.metric in checkpoint:
+                    values_at.setdefault(checkpoint["step"], []).append(checkpoint[content.metric])
         steps = sorted(values_at)
         means = [100 * np.mean(values_at[step]) for step in steps]
         look = looks[method]

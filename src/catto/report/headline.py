@@ -317,7 +317,7 @@ def _compare_budgets(numbers: Numbers) -> tuple[str, ...]:
     setting = numbers.first_screen[0].setting
     openings: dict[str, list[str]] = {}
     for budget in numbers.budgets:
-        groups = numbers.block(setting, budget)
+        groups = numbers.find_groups(setting, budget)
         judged = [group for group in groups if group.versus and not isnan(group.versus["ece"].p_corrected)]
         if not judged:
             continue

@@ -171,7 +171,10 @@ NULLABLE_FIELDS = ("reason", "std")
 
 
 def _store_fields(kind: type[Any], *names: str) -> tuple[BeforeValidator, PlainSerializer]:
-    """Return how pydantic reads and writes a statistic of which only the named fields are stored."""
+    """Return how pydantic reads and writes a statistic of which only the named fields are stored.
+
+    A number that is nan or infinite is stored as null. A field that is not stored gets its placeholder when it is read.
+    """
     placeholders = {}
     for field in fields(kind):
         if field.name in PLACEHOLDERS:
@@ -204,7 +207,7 @@ StoredVersus = Annotated[Versus, *_store_fields(Versus, "difference", "low", "hi
 
 
 class MeasuredPlace(CellIdentity):
-    """What the numbers of one seed and of a group of seeds have in common.
+    """The fields that `CellNumbers`, of one seed, and `GroupNumbers`, of several seeds, have in common.
 
     Attributes:
         input: Hash of everything that was read.
@@ -251,8 +254,8 @@ class GroupNumbers(MeasuredPlace):
         metrics: Metric -> mean and deviation over the seeds.
         intervals: Metric -> mean over the seeds with its interval over questions.
         papers_budget: Whether the paper's numbers may be printed next to these.
-        versus: Metric -> difference to DPO.
-        versus_seed: Seed -> metric -> difference to DPO.
+        versus: Metric -> difference to DPO; empty for DPO itself, and if DPO has not the same seeds.
+        versus_seed: Seed -> metric -> difference to DPO, with p-values that are not corrected.
         selection: k -> rule -> accuracy of choosing among k samples.
         others: As `CellNumbers.others`.
     """
@@ -281,13 +284,14 @@ class GroupNumbers(MeasuredPlace):
     def shown_gap(self) -> float:
         """The gap of a group that is measurably miscalibrated.
 
-        It is 0 for a group that is not, and nan where the signs of the bins cancel. A significant gap outweighs an ECE
-        within its null band.
+        It is 0 for a group that is not. It is nan for one that is overconfident in some bins and underconfident in
+        others. A significant gap outweighs an ECE within its null band.
         """
         gap = self.gap.value
         if self.within_null:
             is_significant = shows_gap(self.gap, self.metrics["accuracy"].mean, self.n)
             return gap if is_significant else 0.0
+        # |gap| is at most the ECE, and equals it if all bins err in the same direction.
         signs_cancel = abs(gap) < self.metrics["ece"].mean / 2
         return nan if signs_cancel else gap
 
@@ -348,8 +352,8 @@ class Numbers(Record):
     verdict: Verdict | None = None
     baseline: str | None = BASELINE
 
-    def block(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
-        """Return the groups of one block of a table.
+    def find_groups(self, setting: Literal["in", "out", "any"], budget: Budget | None) -> list[GroupNumbers]:
+        """Return the groups of one setting and budget, in the order of `groups`; empty if there are none.
 
         Args:
             setting: In distribution, out of distribution, or both.
@@ -364,9 +368,12 @@ class Numbers(Record):
 
     @property
     def first_screen(self) -> list[GroupNumbers]:
-        """The groups to show first: in distribution and with the matched budget, if there are any."""
+        """The groups to show first: of the last budget, in distribution or else out of it. Never empty.
+
+        The last budget is the matched one, if the experiment has it.
+        """
         last_budget = self.budgets[-1]
-        return self.block("in", last_budget) or self.block("out", last_budget)
+        return self.find_groups("in", last_budget) or self.find_groups("out", last_budget)
 
     @property
     def budgets(self) -> tuple[Budget | None, ...]:
@@ -382,10 +389,14 @@ def read_numbers(path: Path) -> Numbers | None:
 
     Returns:
         None if there is no such file, or if another version wrote it.
+
+    Raises:
+        DataError: The file is of this version and broken.
     """
     if not path.exists():
         return None
     text = path.read_bytes()
+    # Other versions may have other fields, so the version is looked up before the file is parsed.
     version = f'"version": {VERSION},'.encode()
     if version not in text[:200]:
         return None

@@ -433,7 +433,7 @@ def build_group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     wanted = [spec for spec in read_specs().values() if spec.kind in kinds]
     tables = []
     for spec, budget in product(wanted, numbers.budgets):
-        block = numbers.block(spec.settings[0], budget)
+        block = numbers.find_groups(spec.settings[0], budget)
         groups = [group for group in block if group.number(spec.needs)]
         sizes = list_sizes(groups)
         for part in _split_into_tables(spec, groups):
