@@ -34,9 +34,6 @@ MANY_ROWS = 200_000
 FEW_RESAMPLES = 200
 
 
-# ---- reading
-
-
 # ---- measuring
 
 
@@ -72,7 +69,10 @@ class MeasureSettings:
         return {"resamples": self.draws(most_rows), "level": self.level, "seed": self.seed, "tick": tick}
 
     def steps(self, rows: int) -> int:
-        """Return how often `measure_runs` ticks for a run of so many rows: once per resample and per simulation."""
+        """Return how often `measure_runs` ticks for a run of so many rows.
+
+        It ticks once per resample, and once per simulation where a metric has a null band.
+        """
         draws = self.draws(rows)
         has_null_band = any(METRICS[name].calibration for name in self.metrics)
         return 2 * draws if has_null_band else draws
@@ -107,7 +107,8 @@ def measure_runs(
 ) -> dict[str, MetricResult]:
     """Measure the metrics of one run of a model, or their mean over several runs.
 
-    An interval that does not contain its value is removed, see `drop_invalid_interval`.
+    An interval that does not contain its value is removed, see `drop_invalid_interval`. That of `gap` is kept: it is a
+    mean over rows, whose interval is valid.
 
     Args:
         runs: The runs.
@@ -121,13 +122,13 @@ def measure_runs(
     functions = settings.functions()
     options = settings.options(runs, tick)
     intervals = bootstrap_table(functions, runs, method=settings.method, **options)
-    calibration = {}
+    functions_with_band = {}
     for name, function in functions.items():
         if name != GAP and METRICS[name].calibration:
-            calibration[name] = function
+            functions_with_band[name] = function
     bands: dict[str, NullBand] = {}
-    if calibration:
-        bands = null_table(calibration, runs, **options)
+    if functions_with_band:
+        bands = null_table(functions_with_band, runs, **options)
     results = {}
     for name, interval in intervals.items():
         if name == GAP:
@@ -141,6 +142,8 @@ def compare_runs(
     a: Sequence[Answers], b: Sequence[Answers], settings: MeasureSettings, swaps: int = 0, tick: Tick = lambda: None
 ) -> dict[str, Comparison]:
     """Compare two methods run by run on the same questions, metric by metric; see `compare_table`.
+
+    An interval that does not contain the difference is removed, see `drop_invalid_interval`.
 
     Args:
         a: The runs of one method.
@@ -185,7 +188,7 @@ class Summary:
 
     @property
     def warning(self) -> str | None:
-        """The warning to print before any number if too many answers were forced."""
+        """The warning to print before any number if too many answers were forced or are missing; else None."""
         if self.sources is None:
             return None
         return self.sources.warning
@@ -194,18 +197,21 @@ class Summary:
 def summarise_answers(
     answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick = lambda: None
 ) -> Summary:
-    """Measure a file.
+    """Measure the answers of a file: the metrics of the settings, and `gap` and the debiased ECE in any case.
 
     Args:
         answers: The answers.
-        settings: The metrics and how they are resampled.
+        settings: The metrics and how they are resampled; None means the defaults of `MeasureSettings`.
         tick: Called `settings.steps(rows)` times.
+
+    Returns:
+        The numbers; their `settings` hold the number of resamples that were drawn.
     """
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
-    with_gap = replace(settings, metrics=(*settings.metrics, GAP))
-    metrics = measure_runs([answers.run], with_gap, tick)
-    gap = metrics.pop(GAP)
+    settings_with_gap = replace(settings, metrics=(*settings.metrics, GAP))
+    metrics = measure_runs([answers.run], settings_with_gap, tick)
+    gap = metrics.pop(GAP)  # a field of the summary, not one of its metrics
     sources = answers.sources
     fallback_rate = None
     accuracy_unparsed_wrong = None
@@ -233,8 +239,8 @@ def summarise_answers(
 def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
     """Return whether the mean confidence is measurably off; one mean may show it where the noise of bins hides it.
 
-    The interval is too narrow for few questions, and for answers that are all right or all wrong: their accuracy does
-    not vary between resamples.
+    The interval of the gap must exclude 0. It is too narrow to be trusted in two cases, where the answer is False:
+    for few questions, and for answers that are all right or all wrong, whose accuracy no resample changes.
 
     Args:
         gap: Mean confidence minus accuracy.
@@ -243,30 +249,36 @@ def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
     """
     enough_questions = questions >= FEW_QUESTIONS
     accuracy_varies = 0 < accuracy < 1
+    interval_is_trusted = enough_questions and accuracy_varies
     contains_zero = gap.low <= 0 <= gap.high
-    return enough_questions and accuracy_varies and not contains_zero
+    return interval_is_trusted and not contains_zero
 
 
 def describe_verdict(summary: Summary) -> str | None:
-    """Return one sentence on what the ECE means; None if it was not measured, or if too many answers were forced."""
+    """Return one sentence on what the ECE means: below, above or within what a calibrated model scores by chance.
+
+    None if the ECE was not measured, or if too many answers were forced or are missing.
+    """
     ece = summary.metrics.get("ece")
-    if ece is None or ece.null is None or summary.warning is not None:
+    # There is a warning if too many answers were forced: the ECE would describe the fallback, not the model.
+    has_warning = summary.warning is not None
+    if ece is None or ece.null is None or has_warning:
         return None
-    value = 100 * ece.interval.value
+    ece_points = 100 * ece.interval.value
     chance = _describe_chance(ece.null, summary.settings.level)
-    measured = f"ECE {value:.1f} lies"
-    if value < 100 * ece.null.low:
+    measured = f"ECE {ece_points:.1f} lies"
+    if ece_points < 100 * ece.null.low:
         return f"{measured} below {chance}, as after fitting a calibrator to these very rows."
 
     gap = summary.gap
-    points = 100 * gap.value
-    direction = "over" if points > 0 else "under"
-    confident = f"{direction}confident by {abs(points):.1f} points on average"
-    if value > 100 * ece.null.high:
-        # |mean confidence - accuracy| <= ECE. If it is less than half of it, the signs of the bins cancel.
-        signs_cancel = abs(points) < value / 2
+    gap_points = 100 * gap.value  # mean confidence minus accuracy: above 0 is overconfidence
+    direction = "over" if gap_points > 0 else "under"
+    confident = f"{direction}confident by {abs(gap_points):.1f} points on average"
+    if ece_points > 100 * ece.null.high:
+        # |gap| <= ECE. If it is less than half of it, bins that are too sure and bins that are not cancel out.
+        signs_cancel = abs(gap_points) < ece_points / 2
         if signs_cancel:
-            mixed = f"too sure in some bins and not sure enough in others, {points:+.1f} points on average"
+            mixed = f"too sure in some bins and not sure enough in others, {gap_points:+.1f} points on average"
             return f"{measured} above {chance}: {mixed}."
         return f"{measured} above {chance}: {confident}."
     if shows_gap(gap, summary.accuracy, summary.questions or summary.rows):
@@ -277,7 +289,8 @@ def describe_verdict(summary: Summary) -> str | None:
 
 def _describe_chance(null: NullBand, level: float) -> str:
     cases = ""
-    if level != MeasureSettings.level:
+    is_default_level = level == MeasureSettings.level
+    if not is_default_level:
         cases = f" in {100 * level:g} % of cases"
     ends = f"{100 * null.low:.1f} to {100 * null.high:.1f}"
     return f"what a perfectly calibrated model would score by chance{cases} ({ends})"
@@ -289,7 +302,8 @@ def explain_missing_interval(summary: Summary) -> list[str]:
     shift = f"mean confidence minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     sentences = []
     for name, metric in summary.metrics.items():
-        if metric.interval.reason is None or metric.null is None:
+        was_removed = metric.interval.reason is not None
+        if not was_removed or metric.null is None:
             continue
         chance = f"by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}"
         instead = [chance]

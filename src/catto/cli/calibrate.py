@@ -23,6 +23,7 @@ from catto.cli.options import (
     SeedOption,
     TargetRiskOption,
     expand_options,
+    failure_probability,
 )
 from catto.io.record_files import read_manifest
 
@@ -92,7 +93,7 @@ def fit(
             refuse(f"--model: {model} is not a folder")
         target = None
         if target_risk is not None:
-            target = RiskTarget(target_risk, round(1.0 - confidence_level, 9))
+            target = RiskTarget(target_risk, failure_probability(confidence_level))
         model_fit = fit_model(file, kind=method, on=source, names=names, unparsed=columns.unparsed, target=target)
         _show_model_fit(model_fit, file, seed)
         written = store_calibration(model, model_fit.calibration, fitted_on=file.name)
@@ -168,22 +169,22 @@ def threshold(
     from catto.calibrate import fit_threshold
 
     writable_file("--out", out, ".json", source=file)
-    delta = round(1.0 - confidence_level, 9)
-    limit = fit_threshold(file, target_risk, delta, out)
-    if limit.calibrator is not None and read_manifest(file).notes.get("fitted_on") is None:
+    limit = fit_threshold(file, target_risk, failure_probability(confidence_level), out)
+    fit_questions_are_unknown = read_manifest(file).notes.get("fitted_on") is None
+    if limit.calibrator is not None and fit_questions_are_unknown:
         warn(f"{file}: which questions its calibrator was fitted on is not known; the promise needs others")
     say(describe_threshold(limit, limit.rows))
     protocol = limit.protocol
     say(f"For the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
 
 
-def _show_model_fit(found: ModelFit, file: Path, seed: int) -> None:
+def _show_model_fit(model_fit: ModelFit, file: Path, seed: int) -> None:
     """Print a calibration that is to be stored in a model's folder."""
-    fitted = found.calibration.fitted
-    threshold = found.calibration.threshold
+    fitted = model_fit.calibration.fitted
+    threshold = model_fit.calibration.threshold
     console.warn_few(fitted.rows or 0, file, "a calibrator follows single answers")
     _warn_of_range_end(file, fitted.calibrator)
-    _print_before_and_after(found.answers, found.calibrated, seed)
+    _print_before_and_after(model_fit.answers, model_fit.calibrated, seed)
     _print_parameters(fitted.calibrator)
     if threshold is None:
         say("These are the answers it was fitted on, so measure it on others.")
@@ -193,7 +194,10 @@ def _show_model_fit(found: ModelFit, file: Path, seed: int) -> None:
 
 
 def _choose_input(method: CalibratorName, on: CalibratorInput | None) -> CalibratorInput:
-    """Return what a calibrator reads; refuse what it cannot read."""
+    """Return whether a calibrator reads confidences or labels; refuse what its type cannot read.
+
+    Vector scaling reads labels only, temperature scaling both, and the others confidences only.
+    """
     if on is None:
         return "labels" if method == "vector" else "confidence"
     if on == "labels" and method not in ("temperature", "vector"):
@@ -204,6 +208,7 @@ def _choose_input(method: CalibratorName, on: CalibratorInput | None) -> Calibra
 
 
 def _warn_of_range_end(file: Path, calibrator: Calibrator) -> None:
+    """Warn about a temperature at an end of its range: the best one lies beyond."""
     from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if isinstance(calibrator, Temperature) and calibrator.tau in TAU_RANGE:
@@ -211,6 +216,7 @@ def _warn_of_range_end(file: Path, calibrator: Calibrator) -> None:
 
 
 def _print_parameters(calibrator: Calibrator) -> None:
+    """Print the parameters of a temperature or of vector scaling; the other calibrators have none to read."""
     from catto.metrics.calibrators import Temperature, VectorScaling
 
     if isinstance(calibrator, Temperature):
@@ -222,7 +228,7 @@ def _print_parameters(calibrator: Calibrator) -> None:
 
 
 def _print_before_and_after(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
-    """Print ECE, NLL and Brier score before and after calibration."""
+    """Print ECE, NLL and Brier score before and after calibration. calibrated: (N,) confidences of the answers."""
     from catto.measure import MeasureSettings, explain_missing_interval, summarise_answers
 
     settings = MeasureSettings(metrics=METRICS_SHOWN, seed=seed)

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 from typer import Option
@@ -20,6 +20,20 @@ __all__ = ["diagnose_installation", "doctor"]
 EXTRAS = ("train", "serve", "ray", "vllm")
 # Only whether they are set is ever printed.
 VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
+
+
+class PackageState(TypedDict):
+    """Whether a package is as catto needs it.
+
+    Attributes:
+        version: The installed version; None if it is missing.
+        needs: The versions that catto accepts, such as `>=2.1`.
+        ok: Whether the installed version is one of them.
+    """
+
+    version: str | None
+    needs: str
+    ok: bool
 
 
 def doctor(
@@ -76,15 +90,15 @@ def diagnose_installation() -> dict[str, Any]:
     }
 
 
-def _check_packages() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return for each part the packages it needs, with the installed version."""
+def _check_packages() -> dict[str, dict[str, PackageState]]:
+    """Return the state of every package, by part (base or an extra) and name."""
     from packaging.requirements import Requirement
 
     try:
         requirements = [Requirement(text) for text in metadata.requires("catto") or []]
     except metadata.PackageNotFoundError:  # a copy of the source that was never installed
-        return {"base": {"catto": {"version": None, "needs": __version__, "ok": False}}}
-    packages: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in ("base", *EXTRAS)}
+        return {"base": {"catto": PackageState(version=None, needs=__version__, ok=False)}}
+    packages: dict[str, dict[str, PackageState]] = {part: {} for part in ("base", *EXTRAS)}
     for requirement in requirements:
         if requirement.name == "catto":  # an extra that includes another names catto itself
             continue
@@ -92,10 +106,11 @@ def _check_packages() -> dict[str, dict[str, dict[str, Any]]]:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             version = None
-        specifier = requirement.specifier
-        fits = version is not None and specifier.contains(version, prereleases=True)
+        needed = requirement.specifier
+        is_needed_version = version is not None and needed.contains(version, prereleases=True)
         for part in _list_parts(requirement.marker):
-            packages[part][requirement.name] = {"version": version, "needs": str(specifier), "ok": fits}
+            state = PackageState(version=version, needs=str(needed), ok=is_needed_version)
+            packages[part][requirement.name] = state
     return packages
 
 
@@ -107,7 +122,7 @@ def _list_parts(marker: Any) -> list[str]:
 
 
 def _list_devices() -> list[str]:
-    """Return the devices. Only torch, which is imported here, knows accelerators."""
+    """Describe the devices; without torch, which alone knows accelerators, only the CPU."""
     devices = [f"cpu: {os.cpu_count()} cores"]
     if importlib.util.find_spec("torch") is None:
         return devices
@@ -133,10 +148,11 @@ def _show_state(state: dict[str, Any]) -> None:
     for part, packages in state["packages"].items():
         for name, package in packages.items():
             version = package["version"] or "missing"
-            if package["version"] and not package["ok"]:
+            is_wrong_version = package["version"] is not None and not package["ok"]
+            if is_wrong_version:
                 version = f"{version} (!)"
             rows.append([name, part, version, package["needs"]])
-        rows.append([])
+        rows.append([])  # a line between the parts
     show_table("", ("package", "part", "installed", "needed"), rows)
     say(f"Devices: {'; '.join(state['devices'])}")
     variables = []
@@ -153,7 +169,7 @@ def _show_selftest(result: dict[str, Any]) -> None:
     """Print the checks of a self-test, and one line that sums them up."""
     rows = []
     for check in result["checks"]:
-        error = check["problem"]
+        error = check["problem"]  # why there is no number
         if check["error"] is not None:
             error = f"{check['error']:.1e}"
         verdict = "ok" if check["ok"] else "FAILED"
@@ -163,10 +179,10 @@ def _show_selftest(result: dict[str, Any]) -> None:
     passed = sum(check["ok"] for check in result["checks"])
     summary = f"Self-test {verdict}: {passed} of {len(result['checks'])} checks"
     summary += f" on {result['device']} in {result['precision']} with {result['attention']} attention"
-    times = result["milliseconds"]
-    if times:
-        trl_time = times["trl"]
-        ratios = [f"{name} {times[name] / trl_time:.2f}x" for name in ("catto", "shared")]
+    milliseconds = result["milliseconds"]
+    if milliseconds:  # empty if a check failed
+        trl_time = milliseconds["trl"]
+        ratios = [f"{name} {milliseconds[name] / trl_time:.2f}x" for name in ("catto", "shared")]
         summary += f"; step {', '.join(ratios)} of TRL's {trl_time:.0f} ms"
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl")]
     say(f"{summary}; catto {__version__}, {', '.join(versions)}")

@@ -25,6 +25,7 @@ from catto.cli.options import (
     SeedOption,
     TargetRiskOption,
     expand_options,
+    failure_probability,
 )
 from catto.recipe.settings import MOST_BINS, MOST_RESAMPLES
 
@@ -126,15 +127,17 @@ def measure(
     if figure is not None:
         console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
     with console.refuse_errors(place="--metrics: "):
-        settings = MeasureSettings(catalogue.parse_metrics(metrics), bins, resamples, level, method, seed)
+        chosen_metrics = catalogue.parse_metrics(metrics)
+    settings = MeasureSettings(chosen_metrics, bins=bins, resamples=resamples, level=level, method=method, seed=seed)
     names = columns.column_names(by=by, positive=positive)
     answers = read_graded(file, names, columns.unparsed)
-    if target_risk is not None and answers.run.question is not None:
-        refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
+    if target_risk is not None:
+        _refuse_repeated_questions(file, answers)
     other = None
     if compare is not None:
         other = read_graded(compare, replace(names, by=None), columns.unparsed)
 
+    # The document is printed with --json, the sentences below the tables without it.
     measured = measure_slices(file, answers, settings, by)
     document = _make_document(measured, columns.unparsed)
     sentences = _describe_whole(measured.whole.summary)
@@ -147,7 +150,7 @@ def measure(
         document["brier_split"] = {**_to_json(split), "total": split.total}
         sentences.append(_describe_brier_split(split))
     if target_risk is not None:
-        delta = round(1.0 - confidence_level, 9)
+        delta = failure_probability(confidence_level)
         limit = risk.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
         document["target_risk"] = _to_json(limit)
         sentences.append(describe_threshold(limit, len(answers)))
@@ -162,6 +165,13 @@ def measure(
     if comparison is not None:
         _print_comparison(measured, comparison)
     _suggest_next_step(measured.whole.summary, has_figure=figure is not None)
+
+
+def _refuse_repeated_questions(file: Path, answers: GradedAnswers) -> None:
+    """Refuse several answers to one question for --target-risk; answers without question ids count as independent."""
+    has_repeated_questions = answers.questions is not None and answers.questions < len(answers)
+    if has_repeated_questions:
+        refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
 
 
 def measure_and_print(file: Path) -> None:
@@ -189,7 +199,7 @@ class MeasuredSlice:
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """A file as a whole and by the values of the column `by`."""
+    """A file as a whole and by the values of the column `by`; without the column, there are no slices."""
 
     file: Path
     whole: MeasuredSlice
@@ -199,7 +209,7 @@ class MeasuredFile:
 
 @dataclass(frozen=True)
 class FileComparison:
-    """Metric -> paired comparison with the answers of another file."""
+    """The other file, and metric -> paired comparison with its answers."""
 
     file: Path
     metrics: Mapping[str, Versus]
@@ -222,15 +232,16 @@ def measure_slices(
     slices = answers.slices()
     for part in slices.values():
         steps += settings.steps(len(part))
+    measured_slices = []
     with show_progress("measuring", steps) as tick:
         whole = MeasuredSlice(file.name, answers, summarise_answers(answers, settings, tick))
-        measured = [
-            MeasuredSlice(title, part, summarise_answers(part, settings, tick)) for title, part in slices.items()
-        ]
-    return MeasuredFile(file, whole, by, measured)
+        for title, part in slices.items():
+            measured_slices.append(MeasuredSlice(title, part, summarise_answers(part, settings, tick)))
+    return MeasuredFile(file, whole, by, measured_slices)
 
 
 def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
+    """Compare two files question by question; with too many forced answers in either, no metric is judged."""
     from catto.measure import compare_runs
     from catto.metrics.catalogue import correct_p_values
 
@@ -319,6 +330,7 @@ def _describe_whole(whole: Summary) -> list[str]:
 
 
 def _describe_brier_split(split: BrierSplit) -> str:
+    """Write the Brier score as the sum of its parts; the two terms within the bins are added up."""
     within = split.within_bin_variance - 2.0 * split.within_bin_covariance
     sign = "-" if within < 0 else "+"
     return (
@@ -345,6 +357,7 @@ def describe_threshold(limit: Any, rows: int) -> str:
 
 
 def _describe_counts(whole: Summary) -> str:
+    """Return how many answers, questions, bins and resamples there are, and how answers were parsed."""
     questions = ""
     if whole.questions is None:
         questions = " taken as independent (--question names their questions)"
@@ -402,11 +415,11 @@ def _print_metrics(title: str, summary: Summary) -> None:
     rows = []
     for name, result in summary.metrics.items():
         percent = METRICS[name].percent
-        band = ""
+        null_band = ""
         if result.null is not None:
-            band = f"{format_number(result.null.mean, percent)} ({format_interval(result.null, percent)})"
+            null_band = f"{format_number(result.null.mean, percent)} ({format_interval(result.null, percent)})"
         value = format_number(result.interval.value, percent)
-        rows.append([METRICS[name].title, value, format_interval(result.interval, percent), band])
+        rows.append([METRICS[name].title, value, format_interval(result.interval, percent), null_band])
     gap = summary.gap
     gap_value = format_number(gap.value, percent=True, signed=True)
     rows.append(["Confidence - accuracy", gap_value, format_interval(gap, percent=True, signed=True)])
@@ -439,21 +452,24 @@ def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> Non
         rows.append(cells)
     columns = ("metric", "this", "other", f"difference\n{_interval_title(settings)}", "p\ncorrected")
     console.show_table(f"{measured.file} (this) against {comparison.file} (other), same questions", columns, rows)
-    count = sum(METRICS[name].better is not None for name in comparison.metrics)
+    judged = sum(METRICS[name].better is not None for name in comparison.metrics)
     say(
-        f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {count} comparisons, the "
+        f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {judged} comparisons, the "
         "interval on the difference's side of 0, and a difference of at least 0.5 points (0.005; NLL 0.01)."
     )
     draws = settings.resamples or 1
-    if count >= ALPHA * (1 + draws):
-        least = min(1.0, count / (1 + draws))
-        say(f"{draws} resamples are too few for any mark: the smallest possible corrected p is {least:.2g}.")
+    # A bootstrap p-value is at least 1 / (1 + draws), and Holm's correction multiplies it by the number of comparisons.
+    least_p = min(1.0, judged / (1 + draws))
+    if judged >= ALPHA * (1 + draws):
+        say(f"{draws} resamples are too few for any mark: the smallest possible corrected p is {least_p:.2g}.")
 
 
 def _suggest_next_step(whole: Summary, *, has_figure: bool) -> None:
+    """Suggest a calibrator if the ECE is above its null band, else a figure if none was drawn."""
     ece = whole.metrics.get("ece")
     is_miscalibrated = ece is not None and ece.null is not None and ece.interval.value > ece.null.high
-    if is_miscalibrated and 0 < whole.accuracy < 1:
+    can_be_fitted = 0 < whole.accuracy < 1  # fitting needs right and wrong answers
+    if is_miscalibrated and can_be_fitted:
         say("Next: catto calibrate fit VALIDATION_ROWS --out tau.json; fit on different rows from these.")
     elif not has_figure:
         say("Next: --figure reliability.svg draws confidence against accuracy.")

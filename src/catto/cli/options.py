@@ -40,6 +40,15 @@ def check_finite(value: float | None) -> float | None:
     return value
 
 
+def failure_probability(confidence_level: float) -> float:
+    """Return 1 - confidence_level without the rounding error of floats, which would be printed and stored.
+
+    >>> 1.0 - 0.95, failure_probability(0.95)
+    (0.050000000000000044, 0.05)
+    """
+    return round(1.0 - confidence_level, 9)
+
+
 def list_tasks() -> list[str]:
     """Return the task names that the shell can complete."""
     return list(TASKS)
@@ -176,38 +185,42 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Show the fields of a command's dataclasses to Typer as options of the command itself.
 
     Args:
-        command: A function with parameters that Typer knows, or that are dataclasses of such parameters.
+        command: A function with parameters that Typer knows, or that are dataclasses of such parameters. No two fields
+            or parameters have the same name.
 
     Returns:
-        A function that takes every option by keyword and passes the dataclasses on.
+        A function that takes every option by keyword, makes the dataclasses of them and calls the command.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {}
-    parameters: list[inspect.Parameter] = []
+    dataclass_by_parameter: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         annotation = hints[name]
         if is_dataclass(annotation):
-            groups[name] = annotation
-            parameters += _field_parameters(annotation)
+            dataclass_by_parameter[name] = annotation
+            options += _make_parameters(annotation)
         else:
-            parameters.append(parameter.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY))
+            options.append(parameter.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def expanded(**arguments: Any) -> None:
-        for name, group in groups.items():
-            values = {field.name: arguments.pop(field.name) for field in fields(group)}
-            arguments[name] = group(**values)
+        for name, options_class in dataclass_by_parameter.items():
+            values = {field.name: arguments.pop(field.name) for field in fields(options_class)}
+            arguments[name] = options_class(**values)
         command(**arguments)
 
-    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    # Typer reads parameters and defaults from the signature, and types from the annotations: `wraps` copied those of
+    # the command, with its dataclasses.
+    expanded.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {option.name: option.annotation for option in options}
     return expanded
 
 
-def _field_parameters(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
+def _make_parameters(options_class: Any) -> list[inspect.Parameter]:
+    """Return the fields of a dataclass as parameters of a function, by keyword only."""
+    hints = get_type_hints(options_class, include_extras=True)
     parameters = []
-    for field in fields(group):
+    for field in fields(options_class):
         parameter = inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )

@@ -42,17 +42,19 @@ def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bo
         The two columns, (N,) each.
 
     Raises:
-        ValueError: A value is outside its range; the message names the first such row.
+        ValueError: A column is empty, the lengths differ, or a value is outside its range; the message names the first
+            such row.
 
     >>> check_columns([0.5, 1], [1, 0])[1].tolist()
     [True, False]
     """
     c = check_confidence(confidence)
     z = _as_column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
-    if z.dtype.kind != "b":
-        bad = (z != 0) & (z != 1)
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
+    is_boolean = z.dtype.kind == "b"
+    if not is_boolean:
+        is_bad = (z != 0) & (z != 1)
+        if is_bad.any():
+            row = int(np.flatnonzero(is_bad)[0])
             raise ValueError(f"correct[{row}] is {z[row]}, expected 0 or 1")
     if len(c) != len(z):
         raise ValueError(f"confidence has {len(c)} rows, correct has {len(z)}")
@@ -60,10 +62,14 @@ def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bo
 
 
 def check_confidence(confidence: ArrayLike) -> Floats:
-    """Return the confidences as float64, or raise a ValueError that names the first bad row.
+    """Return the confidences as float64.
 
     Args:
         confidence: (N,) numbers in [0, 1], N >= 1.
+
+    Raises:
+        ValueError: The column is empty or holds no numbers, or one is not in [0, 1]; the message names the first such
+            row.
 
     >>> check_confidence([0, 1]).tolist()
     [0.0, 1.0]
@@ -80,11 +86,14 @@ def check_confidence(confidence: ArrayLike) -> Floats:
 
 @keep_last
 def check_weight(weight: ArrayLike, rows: int) -> Floats:
-    """Return the weights as float64, or raise a ValueError.
+    """Return the weights as float64.
 
     Args:
-        weight: (N,) or (R, N) finite numbers of at least 0, not all of them 0.
+        weight: (N,) or (R, N) finite numbers of at least 0. Every weighting of the N rows has one above 0.
         rows: N.
+
+    Raises:
+        ValueError: The weights have another shape, or are not such numbers.
 
     >>> check_weight([2, 0], rows=2).tolist()
     [2.0, 0.0]
@@ -118,6 +127,7 @@ def _as_column(
     kinds: str,
     expected: str,
 ) -> NDArray[np.generic]:
+    """Return the values as an array, or raise a ValueError; `kinds` are the letters of the NumPy dtypes allowed."""
     column = np.asarray(values)
     if column.ndim != 1:
         raise ValueError(f"{name} has shape {column.shape}, expected one dimension")
@@ -178,6 +188,9 @@ def bin_edges(
     Returns:
         At most M + 1 rising numbers.
 
+    Raises:
+        ValueError: `bins` is no whole number of at least 1, or `strategy` is unknown.
+
     >>> bin_edges(np.array([0.1, 0.2, 0.6]), 2).tolist()
     [0.0, 0.5, 1.0]
     """
@@ -188,11 +201,11 @@ def bin_edges(
         return np.arange(bins + 1) / bins
     if strategy != "mass":
         raise ValueError(f"strategy is {strategy!r}, expected 'width' or 'mass'")
-    inner = np.unique(_quantiles(confidence, bins, weight))
+    inner = np.unique(_inner_quantiles(confidence, bins, weight))
     return np.concatenate(([0.0], inner[inner < 1.0], [1.0]))
 
 
-def _quantiles(
+def _inner_quantiles(
     confidence: Floats,
     bins: int,
     weight: Floats | None,
@@ -200,16 +213,16 @@ def _quantiles(
     """Return the M - 1 inner quantiles: the k-th is the smallest value that k / M of the rows do not exceed."""
     if bins == 1:
         return confidence[:0]
-    numbers = np.arange(1, bins)
+    k = np.arange(1, bins)
     if weight is None:
         # The k-th quantile is the ceil(kN/M)-th smallest value, in whole numbers: no interpolation, no rounding.
-        place = -(-numbers * len(confidence) // bins) - 1
-        return np.asarray(np.partition(confidence, np.unique(place))[place])
+        rank = -(-k * len(confidence) // bins) - 1
+        return np.asarray(np.partition(confidence, np.unique(rank))[rank])
     order = np.argsort(confidence, kind="stable")
-    reached = np.cumsum(weight[order])
+    weight_up_to = np.cumsum(weight[order])
     # Both sides are times M, so that whole weights stay whole.
-    place = np.searchsorted(bins * reached, numbers * reached[-1], side="left")
-    return np.asarray(confidence[order[place]])
+    rank = np.searchsorted(bins * weight_up_to, k * weight_up_to[-1], side="left")
+    return np.asarray(confidence[order[rank]])
 
 
 def bin_index(confidence: Floats, edges: Floats) -> Ints:
@@ -217,20 +230,22 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
 
     Args:
         confidence: (N,), checked.
-        edges: (M + 1,), as `bin_edges` returns them.
+        edges: (M + 1,), as `bin_edges` returns them. Equal-width edges take a faster way.
 
     >>> bin_index(np.array([0.0, 0.5, 0.6]), np.array([0.0, 0.5, 1.0])).tolist()
     [0, 0, 1]
     """
     bins = len(edges) - 1
-    lower = np.arange(bins + 1) / bins
-    if not np.array_equal(edges, lower):
+    equal_width_edges = np.arange(bins + 1) / bins
+    has_equal_width = np.array_equal(edges, equal_width_edges)
+    if not has_equal_width:
         return np.searchsorted(edges[1:], confidence, side="left")
     # trunc(c * M) is the bin or, where c does not exceed that bin's lower edge, the one after it. Rounding of the
     # product never moves it by more, so one comparison with the edge itself makes every k / M exact.
-    lower[0] = -1.0
+    lower_edges = equal_width_edges
+    lower_edges[0] = -1.0  # confidence 0 belongs to the first bin
     index = (confidence * bins).astype(np.intp)
-    index -= confidence <= lower.take(index)
+    index -= confidence <= lower_edges.take(index)
     return index
 
 
@@ -300,6 +315,9 @@ def reliability(
     Returns:
         The sums of each bin, (M,), or (R, M) for a weight of shape (R, N).
 
+    Raises:
+        ValueError: A column, the weight or `bins` is out of range, or bins of equal mass get a weight of shape (R, N).
+
     >>> reliability([0.2, 0.4, 0.9], [False, True, True], bins=2).count.tolist()
     [2, 1]
     """
@@ -319,35 +337,38 @@ def _count_bins(
 ) -> Reliability:
     """Count rows and sum confidence and correctness per bin, in one pass over rows in any order."""
     bins = len(edges) - 1
-    count = np.zeros((bins, 2), dtype=np.intp)  # wrong and right rows
+    wrong_and_right = np.zeros((bins, 2), dtype=np.intp)
     confidence_sum = np.zeros(bins)
     for block in split_blocks(len(confidence)):
         c = confidence[block]
         index = bin_index(c, edges)
         confidence_sum += np.bincount(index, weights=c, minlength=bins)
+        # One count of 2 bin + correct gives the wrong and the right rows of every bin.
         index *= 2
         index += correct[block]
-        count += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
-    return Reliability(edges, count.sum(axis=1), confidence_sum, count[:, 1].astype(np.float64))
+        wrong_and_right += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
+    right = wrong_and_right[:, 1].astype(np.float64)
+    return Reliability(edges, count=wrong_and_right.sum(axis=1), confidence_sum=confidence_sum, correct_sum=right)
 
 
 def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
     """Sum the weights of groups per bin. Confidences rise, so each bin is a run of groups."""
-    inner = np.searchsorted(groups.value, edges[1:-1], side="right")
-    starts = np.concatenate(([0], inner))
-    ends = np.append(inner, len(groups.value))
-    filled = starts < ends
+    inner_starts = np.searchsorted(groups.value, edges[1:-1], side="right")
+    starts = np.concatenate(([0], inner_starts))
+    ends = np.append(inner_starts, len(groups.value))
+    holds_groups = starts < ends
 
-    def sum_runs(column: Floats) -> Floats:
+    def sum_per_bin(column: Floats) -> Floats:
         sums = np.zeros((*column.shape[:-1], len(starts)))
-        sums[..., filled] = np.add.reduceat(column, starts[filled], axis=-1)
+        # `reduceat` sums up to the next start; it would give an empty bin the value at its start.
+        sums[..., holds_groups] = np.add.reduceat(column, starts[holds_groups], axis=-1)
         return sums
 
     return Reliability(
         edges,
-        count=sum_runs(groups.count),
-        confidence_sum=sum_runs(confidence_sums(groups.count, groups.value)),
-        correct_sum=sum_runs(groups.right),
+        count=sum_per_bin(groups.count),
+        confidence_sum=sum_per_bin(confidence_sums(groups.count, groups.value)),
+        correct_sum=sum_per_bin(groups.right),
     )
 
 
@@ -381,7 +402,7 @@ def group_rows(
     correct: ArrayLike,
     weight: ArrayLike | None = None,
 ) -> Groups:
-    """Group the rows by confidence.
+    """Group the rows by confidence, in rising order.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -405,7 +426,8 @@ def group_rows(
         w = w[..., order]
     right = w * z
     starts = run_starts(c)
-    if len(starts) == len(c):
+    all_distinct = len(starts) == len(c)
+    if all_distinct:
         return Groups(c, w, right)
     count = np.add.reduceat(w, starts, axis=-1)
     return Groups(c[starts], count, np.add.reduceat(right, starts, axis=-1))
@@ -426,7 +448,8 @@ def _group_counts(confidence: Floats, correct: Bools) -> Groups:
     keys >>= np.uint64(1)
     value = keys.view(np.float64)
     starts = run_starts(value)
-    if len(starts) == len(keys):
+    all_distinct = len(starts) == len(keys)
+    if all_distinct:
         return Groups(value, np.ones_like(right), right)
     count = np.diff(starts, append=len(keys)).astype(np.float64)
     return Groups(value[starts], count, np.add.reduceat(right, starts))

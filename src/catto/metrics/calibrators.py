@@ -60,6 +60,7 @@ class Temperature(_Stored):
         score = _logits(c)
 
         def nll_slope(beta: float) -> float:
+            # The derivative of the mean NLL in beta = 1 / tau.
             surplus = _sigmoid(beta * score) - z
             return float(np.mean(surplus * score))
 
@@ -79,6 +80,7 @@ class Temperature(_Stored):
         gold_score = score[np.arange(len(score)), gold_index]
 
         def nll_slope(beta: float) -> float:
+            # The derivative of the mean NLL in beta = 1 / tau.
             probability = np.exp(log_softmax(beta * score, axis=1))
             mean_score = (probability * score).sum(axis=1)
             return float(np.mean(mean_score - gold_score))
@@ -94,7 +96,10 @@ class Temperature(_Stored):
 
 
 def _check_logprobs(label_logprobs: ArrayLike) -> Floats:
-    """Return (N, K) float64, finite and at most 0 (float32 rounding of 1e-6 allowed), or raise."""
+    """Return (N, K) float64, or raise a ValueError where one is not finite or above 0.
+
+    Up to 1e-6 is allowed: the logarithm of a probability of 1 may exceed 0 by the rounding of float32.
+    """
     logprobs = np.asarray(label_logprobs, dtype=np.float64)
     if logprobs.ndim != 2 or 0 in logprobs.shape:
         raise ValueError(f"label_logprobs has shape {logprobs.shape}, expected (N, K)")
@@ -121,7 +126,7 @@ def _sigmoid(score: Floats) -> Floats:
 
 
 def _solve_tau(nll_slope: Callable[[float], float]) -> float:
-    """Return 1 / beta where the slope of the NLL in beta is 0.
+    """Return 1 / beta where the slope of the NLL in beta is 0, or the end of TAU_RANGE closest to it.
 
     The NLL is convex in beta, so the slope never falls and has one root, or none in the range.
     """
@@ -147,7 +152,7 @@ class Platt(_Stored):
 
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
-        """Fit slope and intercept; needs right and wrong rows. (N,), (N,)."""
+        """Fit slope and intercept; without right or without wrong rows, raise a ValueError. (N,), (N,)."""
         c, z = check_columns(confidence, correct)
         if z.all() or not z.any():
             raise ValueError("Platt needs right and wrong rows, got one kind only")
@@ -250,8 +255,9 @@ class VectorScaling(_Stored):
     def fit_labels(cls, label_logprobs: ArrayLike, gold: ArrayLike, labels: Sequence[str]) -> Self:
         """Fit weights and biases to the gold labels, starting from the best temperature tau.
 
-        The weights are (1 + u) / tau. Minimised is the mean NLL of the gold label plus RIDGE * (|u|^2 + |b|^2), which
-        is convex. The penalty is 0 at the temperature, so the NLL of the fit is never above that of the temperature.
+        The weights are (1 + u) / tau and the biases b. Minimised is the mean NLL of the gold label plus
+        RIDGE * (|u|^2 + |b|^2), which is convex. The penalty is 0 at the temperature, so the NLL of the fit is never
+        above that of the temperature.
 
         Args:
             label_logprobs: (N, K), the log-probability of each label.
@@ -260,35 +266,38 @@ class VectorScaling(_Stored):
 
         Returns:
             The fitted calibrator.
+
+        Raises:
+            ValueError: A column is out of range, or `labels` are not K different labels.
         """
         from scipy.optimize import minimize
         from scipy.special import log_softmax
 
         logprobs = _check_logprobs(label_logprobs)
         gold_index = check_gold(gold, logprobs.shape)
-        rows, count = logprobs.shape
+        rows, label_count = logprobs.shape
         tau = Temperature.fit_labels(logprobs, gold_index).tau
         score = logprobs / tau
         is_gold = np.zeros(logprobs.shape)
         is_gold[np.arange(rows), gold_index] = 1.0
 
         def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
-            relative = parameters[:count]
-            bias = parameters[count:]
-            log_probability = log_softmax((1.0 + relative) * score + bias, axis=1)
+            u = parameters[:label_count]
+            b = parameters[label_count:]
+            log_probability = log_softmax((1.0 + u) * score + b, axis=1)
             nll = -float((is_gold * log_probability).sum()) / rows
             surplus = (np.exp(log_probability) - is_gold) / rows
-            relative_slope = (surplus * score).sum(axis=0)
-            bias_slope = surplus.sum(axis=0)
-            nll_gradient = np.concatenate([relative_slope, bias_slope])
+            u_slope = (surplus * score).sum(axis=0)
+            b_slope = surplus.sum(axis=0)
+            nll_gradient = np.concatenate([u_slope, b_slope])
             penalty = RIDGE * float(parameters @ parameters)
             return nll + penalty, nll_gradient + 2.0 * RIDGE * parameters
 
-        start = np.zeros(2 * count)
+        start = np.zeros(2 * label_count)
         options = {"maxiter": 10_000, "maxfun": 100_000, "ftol": 1e-15, "gtol": 1e-9}
         best = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=options).x
-        weights = (1.0 + best[:count]) / tau
-        biases = best[count:]
+        weights = (1.0 + best[:label_count]) / tau
+        biases = best[label_count:]
         return cls(labels=tuple(labels), weights=weights.tolist(), biases=biases.tolist())
 
     def apply_labels(self, label_logprobs: ArrayLike) -> Floats:
@@ -300,7 +309,12 @@ class VectorScaling(_Stored):
         return np.asarray(log_softmax(score, axis=1), dtype=np.float64)
 
     def probability(self, logprobs: Mapping[str, float], label: str) -> float:
-        """Return the scaled probability of one label of a row, in [0, 1]; the row must have the labels of the fit."""
+        """Return the scaled probability of one label of a row, in [0, 1].
+
+        Args:
+            logprobs: Label -> log-probability. Other labels than those of the fit raise a ValueError.
+            label: One of them.
+        """
         if logprobs.keys() != set(self.labels):
             own = ", ".join(logprobs)
             fitted = ", ".join(self.labels)
@@ -314,10 +328,13 @@ def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], F
     """Return the labels that all rows share, and their log-probabilities in one table.
 
     Args:
-        rows: label -> log-probability, of each row.
+        rows: label -> log-probability, of each row; at least one row.
 
     Returns:
         The K labels in the first row's order, and (N, K) log-probabilities.
+
+    Raises:
+        ValueError: A row has other labels than the first; their order does not matter.
 
     >>> label_table([{"A": -1.0, "B": -2.0}, {"B": -3.0, "A": -4.0}])[1].tolist()
     [[-1.0, -2.0], [-4.0, -3.0]]
@@ -372,11 +389,11 @@ _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discr
 def read_calibrator(path: Path) -> Calibrator:
     """Read a calibrator that `catto calibrate fit` wrote; a bad file raises a DataError that names the field."""
     value = read_json(path)
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # the model refuses all other values below
         if "kind" not in value:
-            content = f"has {join_names(list(value))}" if value else "is an empty object"
-            kinds = f"expected what catto calibrate fit writes (kind: {', '.join(CALIBRATORS)})"
-            raise DataError(path, None, f"not a calibrator: it {content}, {kinds}")
+            observed = f"has {join_names(list(value))}" if value else "is an empty object"
+            expected = f"expected what catto calibrate fit writes (kind: {', '.join(CALIBRATORS)})"
+            raise DataError(path, None, f"not a calibrator: it {observed}, {expected}")
         version = value.get("schema_version")
         if version != 1:  # checked before the kind, which a later version may have added
             raise DataError(path, None, f"schema_version is {shorten_text(repr(version))}, this catto reads 1")

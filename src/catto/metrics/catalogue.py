@@ -106,6 +106,12 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
     Args:
         names: None means the headline metrics, `all` all of them.
 
+    Returns:
+        The names in the order of the list, each once.
+
+    Raises:
+        ValueError: A name is unknown, or the list is empty.
+
     >>> parse_metrics("ece, brier")
     ('ece', 'brier')
     """
@@ -126,22 +132,25 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for their number (Holm, 1979).
 
-    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. Calling everything below alpha a
-    difference is then wrong even once in at most alpha of all tables.
+    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. If every corrected p-value below
+    alpha is called a difference, at most a share alpha of all tables has a false one.
 
     Args:
-        p_values: An undefined one stays nan and does not count.
+        p_values: An undefined one (nan) stays nan and does not count.
+
+    Returns:
+        The corrected p-values, in the same order.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
     p = np.asarray(p_values, dtype=np.float64)
     defined = int(np.sum(~np.isnan(p)))
-    order = np.argsort(p, kind="stable")[:defined]  # nan sorts last
+    rising = np.argsort(p, kind="stable")[:defined]  # nan sorts last
     factors = np.arange(defined, 0, -1)
-    never_falling = np.maximum.accumulate(factors * p[order])
+    running_maximum = np.maximum.accumulate(factors * p[rising])
     corrected = np.full(len(p), np.nan)
-    corrected[order] = np.minimum(never_falling, 1.0)
+    corrected[rising] = np.minimum(running_maximum, 1.0)
     return [float(value) for value in corrected]
 
 
@@ -164,7 +173,7 @@ class Versus(Comparison):
         >>> Versus(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002, p_corrected=0.004).mark("ece")
         '*'
         """
-        if metric == "true_error":
+        if metric == "true_error":  # not in METRICS: it needs the true probabilities
             better: Literal["higher", "lower"] | None = "lower"
             least = 0.005
         else:
@@ -186,7 +195,10 @@ def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) 
 
     Args:
         comparisons: Name of a metric -> comparison.
-        judge: False, for files of mostly forced answers, judges none.
+        judge: False judges none: where too many answers were forced, differences do not describe the models.
+
+    Returns:
+        Name -> comparison with its corrected p-value, nan where it is not judged.
 
     >>> comparison = Comparison(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002)
     >>> correct_p_values({"ece": comparison, "brier": comparison})["ece"].p_corrected
