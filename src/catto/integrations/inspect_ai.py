@@ -32,7 +32,7 @@ from catto.metrics.ranking import auroc
 # ---- metrics
 
 
-class ScoredAnswers(NamedTuple):
+class InspectAnswers(NamedTuple):
     """The answers of an evaluation.
 
     Attributes:
@@ -44,7 +44,7 @@ class ScoredAnswers(NamedTuple):
     correct: Bools
 
 
-def read_scores(scores: Sequence[SampleScore]) -> ScoredAnswers:
+def read_scores(scores: Sequence[SampleScore]) -> InspectAnswers:
     """Read the confidence of each score from its metadata, and whether the answer is right from its value.
 
     Args:
@@ -71,7 +71,7 @@ def read_scores(scores: Sequence[SampleScore]) -> ScoredAnswers:
             )
         confidence.append(float(stated))
         correct.append(value == 1.0)
-    return ScoredAnswers(np.array(confidence, dtype=np.float64), np.array(correct, dtype=np.bool_))
+    return InspectAnswers(np.array(confidence, dtype=np.float64), np.array(correct, dtype=np.bool_))
 
 
 def _apply_metric(function: Callable[[Floats, Bools], Any], scores: Sequence[SampleScore]) -> float:
