@@ -46,9 +46,9 @@ __all__ = [
     "token_stats",
 ]
 
-# Public names that are modules themselves.
+# Public names that are modules.
 _MODULES = ("rewards",)
-# public name -> module, and its name there
+# Public name -> its module, and its name in that module.
 _HOME = {
     "CATTOConfig": ("training.config", "CATTOConfig"),
     "CATTOTrainer": ("training.trainer", "CATTOTrainer"),
@@ -71,16 +71,17 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its module and keep it."""
+    """Import a public name from its module on first use, and cache it."""
     if name in _MODULES:
         return import_module(f"catto.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'catto' has no attribute {name!r}")
-    module, there = _HOME[name]
+    module_name, attribute = _HOME[name]
     try:
-        value = getattr(import_module(f"catto.{module}"), there)
+        value = getattr(import_module(f"catto.{module_name}"), attribute)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == "catto":
+        missing_package = (error.name or "").partition(".")[0]
+        if missing_package == "catto":  # a bug of ours, which no extra can fix
             raise
         raise ImportError(f'catto.{name} needs {error.name}: pip install "catto[train]" ({error})') from error
     globals()[name] = value
@@ -88,5 +89,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not, beside what is there."""
+    """List the names of this module, including public names that are not imported yet."""
     return sorted({*globals(), *__all__})

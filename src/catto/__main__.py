@@ -1,4 +1,4 @@
-"""The command `catto`, also as `python -m catto`."""
+"""Entry point of the command `catto` and of `python -m catto`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it without a traceback, also while its modules are imported."""
+    """Run the command line. Ctrl-C ends it without a traceback, even while its modules are being imported."""
     try:
         from catto.cli import main as run
 

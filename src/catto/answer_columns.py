@@ -1,4 +1,4 @@
-"""Any file of answers as columns: confidences and, where the rows show it, which answers are right."""
+"""Read any file of answers into columns: the confidences and, if the rows show it, which answers are right."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from catto.metrics.binning import Bools, Floats
 from catto.metrics.resampling import Answers
 from catto.records import AnswerSource, Unparsed
 
-# Columns that name the question of a row. `id` is last because it may number the rows.
+# Columns that may name the question of a row. `id` is last because it may only number the rows.
 QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
 
 
-# Each slice is resampled a thousand times. A column with more values is an id and not a category.
+# Each slice is resampled a thousand times. A column with more distinct values is an id, not a category.
 MAX_SLICES = 500
-# Confidences are taken for the probability of one label only if so many lie on either side of a half.
+# Confidences are suspected to be the probability of one label only if each side of 0.5 has this many rows.
 MIN_ROWS_PER_SIDE = 5
-# With so many answers per label of which none is ever right, answers and gold labels are spelled differently.
+# If there are this many answers per label and none is right, answers and gold labels are spelled differently.
 MIN_ROWS_PER_LABEL = 15
-# Above this share of forced answers the numbers describe the fallback.
+# Above this share of forced answers, the numbers describe the fallback and not the model.
 MOST_FORCED = 0.2
-# Texts of questions, labels and slices are kept in memory; a packed file of a few megabytes may hold gigabytes of them.
-MAX_TEXT = 2**30
+# Questions, labels and slice values are kept in memory, and a compressed file of a few megabytes may hold gigabytes.
+MAX_TEXT_CHARACTERS = 2**30
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class ParseCounts:
     """How many answers were parsed in which way.
 
     Attributes:
-        free: Answers in their tags.
+        free: Answers inside their tags.
         plain: Answers without tags.
-        fallback: Answers that could not be parsed and were forced to be one of the labels.
-        none: Responses without an answer, where there are no labels.
+        fallback: Responses that could not be parsed and were forced to one of the labels.
+        none: Responses without an answer to a question that has no labels.
 
     >>> ParseCounts.of(["free"] * 3 + ["fallback"] * 17).warning
     '17 of 20 answers had to be forced: the numbers below describe the fallback, not the model.'
@@ -85,37 +85,41 @@ class ParseCounts:
 
     @property
     def total(self) -> int:
-        """All answers."""
+        """The number of answers."""
         return self.free + self.plain + self.fallback + self.none
 
     def share(self, kind: AnswerSource) -> float:
-        """Return the share of one kind, 0 if there are no answers."""
+        """Return the share of answers that were parsed in this way; 0 if there are no answers."""
         if self.total == 0:
             return 0.0
         return float(getattr(self, kind)) / self.total
 
     @property
     def forced(self) -> bool:
-        """Whether too many answers were forced or are missing for a verdict on the model: more than a fifth of them."""
+        """Whether more than a fifth of the answers were forced or are missing, too many for a verdict on the model."""
         return max(self.share("fallback"), self.share("none")) > MOST_FORCED
 
     @property
     def summary(self) -> str:
-        """`17 of 20 answers had to be forced`, or `17 of 20 responses have no answer`."""
+        """The larger problem: `17 of 20 answers had to be forced`, or `17 of 20 responses have no answer`."""
         if self.none > self.fallback:
             return f"{self.none:,} of {self.total:,} responses have no answer"
         return f"{self.fallback:,} of {self.total:,} answers had to be forced"
 
     @property
     def warning(self) -> str | None:
-        """The warning to print before any number if too many answers were forced or are missing."""
+        """The warning to print before any number if too many answers were forced or are missing; else None."""
         if not self.forced:
             return None
         described = "missing answers" if self.none > self.fallback else "the fallback"
         return f"{self.summary}: the numbers below describe {described}, not the model."
 
     def describe(self, note: str = "") -> str:
-        """Return the shares as text: `fallback 2.0 % (note)`, and `plain 4.0 %` if there are any."""
+        """Return the shares as text, such as `fallback 2.0 % (note), plain 4.0 %`.
+
+        Args:
+            note: Text in parentheses after the share of forced answers.
+        """
         text = f"fallback {100 * self.share('fallback'):.1f} %"
         if note:
             text += f" ({note})"
@@ -128,14 +132,14 @@ class ParseCounts:
 
 @dataclass(frozen=True)
 class Confidences:
-    """Answers as columns, of which the file may not say whether they are right.
+    """Answers as columns. The file need not say which answers are right.
 
     Attributes:
         source: The file.
         confidence: (N,) in [0, 1].
         question: N question ids; None if the file has none.
-        read_as: How each answer was parsed, N times `free`, `plain` or `fallback`; None if the file does not say.
-        by: N values of the column that cuts the file into slices; None without such a column.
+        read_as: How each of the N answers was parsed, as in `ParseCounts`; None if the file does not say.
+        by: N values of the column that divides the file into slices; None without such a column.
     """
 
     source: Path
@@ -174,19 +178,19 @@ class GradedAnswers(Confidences):
 
     @property
     def by_question(self) -> Answers:
-        """The columns to resample by question, or to compare with those of another file."""
+        """The columns to resample by question, or to compare with those of a different file."""
         return Answers(self.question, self.confidence, self.correct, self.source)
 
     @property
     def run(self) -> Answers:
-        """The columns to resample. If no question repeats, rows are questions, and drawing rows is faster."""
-        rows_are_questions = self.questions == len(self)
-        if rows_are_questions:
+        """The columns to resample. If no question repeats, rows are drawn instead of questions, which is faster."""
+        no_question_repeats = self.questions == len(self)
+        if no_question_repeats:
             return replace(self.by_question, question=None)
         return self.by_question
 
     def slices(self) -> dict[str, Self]:
-        """Return the answers of each value of the `by` column, sorted by number if all values are numbers."""
+        """Return the answers for each value of the `by` column, in numerical order if all values are numbers."""
         rows_of: dict[str, list[int]] = {}
         for row, value in enumerate(self.by or ()):
             rows_of.setdefault(value, []).append(row)
@@ -204,7 +208,7 @@ class GradedAnswers(Confidences):
         return slices
 
     def pick_rows(self, rows: Sequence[int]) -> Self:
-        """Return the answers of these rows, which are counted from 0."""
+        """Return the answers in these rows, counted from 0."""
         return replace(
             self,
             confidence=self.confidence[rows],
@@ -217,7 +221,7 @@ class GradedAnswers(Confidences):
     def count_unparsed_as_wrong(self) -> Self:
         """Return the answers with every forced one counted as wrong."""
         if self.read_as is None:
-            missing = "no column 'source' with 'free', 'plain' or 'fallback' to count unparsed rows by"
+            missing = "no column 'source' with 'free', 'plain' or 'fallback', which tells which rows are unparsed"
             raise DataError(self.source, None, missing)
         parsed = np.array([kind != "fallback" for kind in self.read_as], dtype=np.bool_)
         return replace(self, correct=self.correct & parsed)
@@ -230,7 +234,7 @@ def _pick_rows(column: list[str] | None, rows: Sequence[int]) -> list[str] | Non
 
 
 def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed = "fallback") -> GradedAnswers:
-    """Read answers that are right or wrong; a bad row raises a DataError with the file, the row and the field.
+    """Read answers from a file that shows which of them are right.
 
     Args:
         path: Any file that `catto measure` reads.
@@ -238,7 +242,7 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
         unparsed: Whether forced answers count as wrong.
 
     Raises:
-        DataError: Also if the file has no rows, or does not show which answers are right.
+        DataError: A row is bad, the file has no rows, or it does not show which answers are right.
     """
     answers = read_confidences(path, names)
     if not isinstance(answers, GradedAnswers):
@@ -250,7 +254,7 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 
 
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
-    """Read answers; the result is GradedAnswers if the rows show which were right.
+    """Read answers; the result is a GradedAnswers if the rows show which of them are right.
 
     Args:
         path: Any file that `catto measure` reads.
@@ -265,7 +269,7 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     read_as = _keep_parse_kinds(path, columns.get("source"))
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = None
-    # `_choose_correctness` has the column `correct` read, or `gold`, or neither.
+    # `_choose_correctness` has chosen to read `correct`, to read `gold`, or neither.
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
     elif "gold" in columns:
@@ -295,11 +299,11 @@ def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
     if names.prediction:
         options.append("--prediction")
     if len(options) > 1:
-        raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right, give one of them")
+        raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right, give only one")
 
 
 def _keep_parse_kinds(path: Path, sources: list[str] | None) -> list[str] | None:
-    """Return the column `source` if it says how answers were parsed; None if another tool uses it for something else.
+    """Return the column `source` if it says how answers were parsed; None if it has another meaning.
 
     Raises:
         DataError: Only some rows say how their answers were parsed.
@@ -316,14 +320,14 @@ def _keep_parse_kinds(path: Path, sources: list[str] | None) -> list[str] | None
 
 
 class _FieldReader(NamedTuple):
-    """How a column is read, and the field of a row that it is read from."""
+    """How a column is read, and from which field of a row."""
 
     reader: ColumnReader
     field: str
 
 
 def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
-    """Read the columns that the first row has: `confidence`, and some of the others that `_choose_readers` names."""
+    """Read `confidence` and the other columns that `_choose_readers` chooses from the first row."""
     columns = _read_plain_columns(path, names)
     if columns is not None:
         return columns
@@ -331,9 +335,9 @@ def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
 
 
 def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None:
-    """Read the columns of a large and simple table at once; None if it must be read row by row.
+    """Read the columns of a large and simple table at once; return None if it must be read row by row.
 
-    A bad cell is such a case too: only reading by row can name the row in its message.
+    A table with a bad cell is read row by row, so that the error message can name the row.
     """
     table = read_plain_table(path)
     if table is None:
@@ -349,11 +353,11 @@ def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None
 
 
 class _ColumnStep(NamedTuple):
-    """What reading by row does for each column. Bound methods, since looking them up for every cell takes time.
+    """How one column is filled row by row. Storing bound methods saves looking them up for every cell.
 
     Attributes:
         append: Adds a value to the column.
-        read_cell: (name of the field, fields of a row) -> value.
+        read_cell: Maps the name of the field and the fields of a row to the value.
         field: The name of the field.
     """
 
@@ -383,12 +387,12 @@ def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
                 append(value)
                 if isinstance(value, str):
                     characters += len(value)
-            if characters > MAX_TEXT:
-                raise ValueError(f"the texts of its columns have more than {MAX_TEXT:,} characters")
+            if characters > MAX_TEXT_CHARACTERS:
+                raise ValueError(f"the texts of its columns have more than {MAX_TEXT_CHARACTERS:,} characters")
         except ValueError as error:
             raise DataError(path, row, str(error)) from None
     if not steps:
-        raise DataError(path, None, "holds no rows")
+        raise DataError(path, None, "has no rows")
     return columns
 
 
@@ -396,10 +400,11 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader
     """Decide from the first row how each column is read, and from which field.
 
     Returns:
-        `confidence`, and as far as the row has them: `correct`, or `gold` and `answer`; `question`; `source`; `by`.
+        A reader for `confidence` and, if the row has them, for `correct` or else `gold` and `answer`, and for
+        `question`, `source` and `by`.
 
     Raises:
-        ValueError: The row lacks a column that it must have.
+        ValueError: The row lacks a required column.
     """
     readers = {"confidence": _choose_confidence(first, names)}
     readers |= _choose_correctness(first, names)
@@ -418,16 +423,16 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader
 
 
 def _require_column(first: Fields, name: str, hint: str = "") -> None:
-    """Raise ValueError if the first row lacks a column. hint: Text to put behind the name of the column."""
+    """Raise ValueError if the first row lacks a column. hint: Text to put after the name of the column."""
     try:
         find_field(first, name)
     except ValueError:
-        columns = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
-        raise ValueError(f"no column {name!r}{hint}{columns}") from None
+        suggestion = f"{did_you_mean(name, first)} (columns: {', '.join(first)})"
+        raise ValueError(f"no column {name!r}{hint}{suggestion}") from None
 
 
 def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
-    """Return what is read as confidence: its column, or without one the probability of the answer's label."""
+    """Return how the confidence is read: from its column or, without one, as the probability of the answer's label."""
     is_default = names.confidence == "confidence"
     if is_default and "confidence" not in first and "label_logprobs" in first:
         return _FieldReader(ANSWER_PROBABILITY, names.prediction or "label")
@@ -436,17 +441,17 @@ def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
 
 
 def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
-    """Return what is read to know which answers are right: `correct`, or `gold` and `answer`, or nothing.
+    """Return how to read which answers are right: from `correct`, from `gold` and `answer`, or not at all.
 
-    Without `answer`, the confidence is the probability of the label `names.positive`.
+    If only `gold` is read, the confidence is the probability of the label `names.positive`.
     """
-    names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
-    names_correct = names.correct != "correct"
-    if names_correct or ("correct" in first and not names_labels):
+    user_names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
+    user_names_correct = names.correct != "correct"
+    if user_names_correct or ("correct" in first and not user_names_labels):
         _require_column(first, names.correct)
         return {"correct": _FieldReader(TRUTH, names.correct)}
-    has_labels = "gold" in first and ("label" in first or "label_logprobs" in first)
-    if not names_labels and not has_labels:
+    row_has_labels = "gold" in first and ("label" in first or "label_logprobs" in first)
+    if not user_names_labels and not row_has_labels:
         return {}
     gold = names.gold or "gold"
     _require_column(first, gold)
@@ -454,12 +459,12 @@ def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldRe
     if names.positive is not None:
         return readers
     prediction = names.prediction or "label"
-    # A row without a label answers with its most probable one.
+    # The answer of a row without a label is its most probable label.
     can_be_top_label = prediction == "label" and "label_logprobs" in first
     if not can_be_top_label:
         hint = (
-            f" to compare with {gold!r}: name it with --prediction, or with --positive the label whose probability "
-            f"{names.confidence!r} is"
+            f" to compare with {gold!r}: name it with --prediction; or, if {names.confidence!r} is the probability "
+            "of one label, name that label with --positive"
         )
         _require_column(first, prediction, hint)
     readers["answer"] = _FieldReader(ANSWER, prediction)
@@ -486,7 +491,7 @@ def _grade_answers(
 
 
 def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) -> _Graded:
-    """Take the likelier of two labels as the answer: `confidence` is the probability of `names.positive`."""
+    """Take the more probable of two labels as the answer; `confidence` is the probability of `names.positive`."""
     labels = sorted(set(gold))
     if len({*labels, names.positive}) > 2:
         expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {join_names(labels)}"
@@ -498,20 +503,20 @@ def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) 
 
 
 def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
-    """Raise ValueError if no answer is ever right although there are few labels with many answers each."""
+    """Raise ValueError if no answer is right although there are several labels with many answers each."""
     answer_labels = {label for label in answer if label is not None}
     gold_labels = set(gold)
     several_labels = len(answer_labels) > 1 and len(gold_labels) > 1
     many_rows_per_label = len(gold) >= MIN_ROWS_PER_LABEL * len(gold_labels)
     if several_labels and many_rows_per_label and not answer_labels & gold_labels:
         raise ValueError(
-            "no answer ever equals a right one, so labels seem to be written in two ways: the answers are "
-            f"{join_names(sorted(answer_labels), 4)}, the right ones are {join_names(sorted(gold_labels), 4)}"
+            "no answer equals a gold label, so the labels seem to be spelled in two ways: the answers are "
+            f"{join_names(sorted(answer_labels), 4)}, the gold labels are {join_names(sorted(gold_labels), 4)}"
         )
 
 
 def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], names: ColumnNames) -> None:
-    """Raise ValueError if the confidence is below a half for one label of two and above for the other."""
+    """Raise ValueError if all confidences of one label are below 0.5 and all those of the other are not."""
     is_below_half = confidence < 0.5
     labels_above = set()
     labels_below = set()
@@ -527,5 +532,5 @@ def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], n
         [label_below] = labels_below
         raise ValueError(
             f"{names.confidence}: below 0.5 exactly where the answer is {label_below!r}, so it looks like the "
-            f"probability of {label_above!r} and not of the answer; if it is, say --positive {label_above}"
+            f"probability of {label_above!r} and not of the answer; if so, add --positive {label_above}"
         )

@@ -60,8 +60,8 @@ def test_bad_label_logprobs_are_told(tmp_path: Path, capsys: Capture, logprobs: 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("empty.jsonl", "", "holds no rows"),
-        ("empty.csv", "confidence,correct\n", "holds no rows"),
+        ("empty.jsonl", "", "has no rows"),
+        ("empty.csv", "confidence,correct\n", "has no rows"),
         ("a.txt", "x", "expected a file that ends in .jsonl"),
         ("a.json", "3", "expected a JSON list"),
         ("a.csv", "confidence,correct\n0.5\n", "row 1: expected 2 columns (confidence, correct), got 1"),

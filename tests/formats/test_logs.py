@@ -538,7 +538,7 @@ def test_answers_that_are_written_in_another_way_are_refused(tmp_path: Path, ans
         pairs = list(zip(answers, golds, strict=True)) * times
         return [{"id": n, "confidence": 0.9, "label": said, "gold": gold} for n, (said, gold) in enumerate(pairs)]
 
-    with pytest.raises(DataError, match=r"no answer ever equals a right one.*the answers are .*, the right ones are"):
+    with pytest.raises(DataError, match=r"no answer equals a gold label.*the answers are .*, the gold labels are"):
         read(write_lines(tmp_path / "a.jsonl", rows(15)))
     assert not any(read(write_lines(tmp_path / "b.jsonl", rows(2)))[1])  # so few may all be wrong
 

@@ -83,12 +83,12 @@ def measured() -> Iterable[Case]:
     """Answers in every broken form that a file of rows can have."""
     row = '{"confidence": 0.5, "correct": true}\n'
     files: list[tuple[str, str, Any, tuple[str, ...]]] = [
-        ("empty", "a.jsonl", "", ("a.jsonl: holds no rows",)),
-        ("blank lines", "a.jsonl", "\n \n\n", ("holds no rows",)),
-        ("empty csv", "a.csv", "", ("a.csv: holds no rows",)),
-        ("header alone", "a.csv", "confidence,correct\n", ("holds no rows",)),
+        ("empty", "a.jsonl", "", ("a.jsonl: has no rows",)),
+        ("blank lines", "a.jsonl", "\n \n\n", ("has no rows",)),
+        ("empty csv", "a.csv", "", ("a.csv: has no rows",)),
+        ("header alone", "a.csv", "confidence,correct\n", ("has no rows",)),
         ("empty json", "a.json", "", ("a.json: not JSON",)),
-        ("empty json list", "a.json", "[]", ("holds no rows",)),
+        ("empty json list", "a.json", "[]", ("has no rows",)),
         ("no rows in json", "a.json", '{"rows": []}', ("expected a JSON list",)),
         ("a number", "a.json", "3", ("expected a JSON list",)),
         ("rows of json are lists", "a.json", "[[1]]", ("a.json row 1: expected a JSON object, got list",)),
@@ -147,8 +147,8 @@ def measured() -> Iterable[Case]:
         ("latin-1 csv", "a.csv", "confidence,é\n".encode("latin-1"), ("line 1: not UTF-8 at byte 11",)),
         ("utf-16", "a.jsonl", row.encode("utf-16"), ("a.jsonl row 1", "UTF-16")),
         ("utf-16 csv", "a.csv", "confidence,correct\n".encode("utf-16"), ("a.csv: line 1", "UTF-16")),
-        ("nul bytes", "a.jsonl", row.encode() + b"\0" * 100, ("a.jsonl row 2: holds a NUL byte",)),
-        ("nul bytes in csv", "a.csv", b"confidence,correct\n0.5,\x001\n", ("line 2: holds a NUL byte",)),
+        ("nul bytes", "a.jsonl", row.encode() + b"\0" * 100, ("a.jsonl row 2: contains a NUL byte",)),
+        ("nul bytes in csv", "a.csv", b"confidence,correct\n0.5,\x001\n", ("line 2: contains a NUL byte",)),
         ("half a surrogate pair", "a.jsonl", '{"id": "\\ud800", "confidence": 1, "correct": 1}\n', ("row 1: text is not valid Unicode",)),
         ("no gzip", "a.jsonl.gz", row, ("a.jsonl.gz: broken gzip file",)),
         ("torn gzip", "a.jsonl.gz", gzip.compress(row.encode() * 1000)[:-20], ("a.jsonl.gz: broken gzip file",)),
@@ -380,7 +380,7 @@ def calibrated() -> Iterable[Case]:
         ("nan in another column", ("tau.json", "a.jsonl", "--on", "confidence", "--out", "n.jsonl"),
          ("a.jsonl row 1: holds a value that JSON has no form for",), {"a.jsonl": '{"confidence": 0.5, "x": NaN}\n'}),
         ("--out without .jsonl", ("tau.json", "good.jsonl", "--on", "confidence", "--out", "n.csv"), ("must end in .jsonl",), {}),
-        ("no rows", ("tau.json", "a.jsonl", "--on", "confidence", "--out", "n.jsonl"), ("a.jsonl: holds no rows",), {"a.jsonl": ""}),
+        ("no rows", ("tau.json", "a.jsonl", "--on", "confidence", "--out", "n.jsonl"), ("a.jsonl: has no rows",), {"a.jsonl": ""}),
         ("no calibrator", ("none.json", "good.jsonl", "--out", "n.jsonl"), ("none.json: No such file",), {}),
     ]  # fmt: skip
     for name, arguments, told, files in rest:

@@ -14,9 +14,7 @@ from catto.errors import DataError
 from catto.io.record_files import read_records
 from catto.metrics.binning import Floats
 from catto.records import PairMargin, Prediction, Question, Unparsed
-from catto.report.numbers import (
-    Cell,
-)
+from catto.report.numbers import Cell
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,9 @@ class CellAnswers(GradedAnswers):
 
     Attributes:
         cell: The cell.
-        label: N labels, or short answers where there are no labels; None for a response without an answer.
+        label: N labels, or N short answers if the task has no labels; None for a response without an answer.
         model: Name of the model.
-        asked: The N questions; empty if they are not known.
+        asked: The N questions; empty if they are unknown.
         margins: Margins of held-out preference pairs; empty if none were scored.
     """
 
@@ -50,9 +48,10 @@ class CellAnswers(GradedAnswers):
 
     @property
     def truth(self) -> Floats:
-        """The exact probability of each answer, (N,); 0 for an answer that the posterior does not have.
+        """The exact posterior probability of each answer, (N,); 0 for an answer that the posterior does not list.
 
-        ValueError if any question has no posterior.
+        Raises:
+            ValueError: A question has no posterior.
         """
         probabilities = []
         for posterior, label in zip(self.posteriors, self.label, strict=True):
@@ -64,7 +63,7 @@ class CellAnswers(GradedAnswers):
 
 
 class CellFile(NamedTuple):
-    """The predictions of a cell, as columns for the measures and as they are in the file for the browser."""
+    """The predictions of a cell: as columns, to measure them, and unchanged, to show them in the browser."""
 
     answers: CellAnswers
     predictions: list[Prediction]
@@ -76,17 +75,17 @@ def read_cell(cell: Cell, folder: Path, known_questions: Mapping[str, Question],
     Args:
         cell: The cell.
         folder: Folder of the experiment.
-        known_questions: The questions of the cell's task by id; empty if they are not known.
+        known_questions: The questions of the cell's task by id; empty if they are unknown.
         unparsed: "wrong" if forced answers count as wrong, "fallback" if they count as they are.
 
     Returns:
-        The answers as columns, after `unparsed` was applied, and the predictions before that.
+        The answers as columns, with `unparsed` applied to them, and the predictions without it.
 
     Raises:
-        DataError: A file is broken, or the predictions are not those of `_read_predictions`.
+        DataError: A file is broken, or `_read_predictions` refuses the predictions.
     """
     path = folder / cell.predictions
-    prediction_of = _read_predictions(path, cell.task, known_questions)  # at least one
+    prediction_of = _read_predictions(path, cell.task, known_questions)  # never empty
     predictions = list(prediction_of.values())
     margins: list[PairMargin] = []
     if cell.preference is not None:
@@ -116,8 +115,8 @@ def _read_predictions(path: Path, task: str, known_questions: Mapping[str, Quest
     """Read question id -> prediction.
 
     Raises:
-        DataError: The file is empty, or a prediction is of another task, of a question that has one already, or of
-            none of the known questions.
+        DataError: The file is empty, or a prediction belongs to a different task, repeats a question, or answers none
+            of the known questions.
     """
     prediction_of: dict[str, Prediction] = {}
     for row, prediction in enumerate(read_records(path, Prediction), 1):
@@ -130,5 +129,5 @@ def _read_predictions(path: Path, task: str, known_questions: Mapping[str, Quest
             raise DataError(path, row, f"question: {question_id!r} is not among the task's questions")
         prediction_of[question_id] = prediction
     if not prediction_of:
-        raise DataError(path, None, "holds no rows")
+        raise DataError(path, None, "has no rows")
     return prediction_of
