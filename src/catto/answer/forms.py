@@ -1,9 +1,10 @@
-r"""Which label a short text gives, by a closed list of written forms.
+r"""Read the label that a short text gives, by a closed list of written forms.
 
-The whole text must be one of the forms, or it gives no label. Formatting is removed from the outside in: markdown,
-quotes, brackets, `\boxed{}`, a final full stop. Then at most two leads are removed, such as "The correct answer is" and
-"option". What is left must be a label, a label with its own option's text, or a label that "is correct". Nothing is
-searched for, so a second label, a negation or an extra word matches no form. docs/conventions.md lists the forms.
+The whole text must match one of the forms; otherwise it gives no label. Formatting is removed from the outside in:
+markdown, quotes, brackets, `\boxed{}`, a final full stop. So are at most two leads, such as "The correct answer is" and
+"option". What is left must be a label, a label with its own option's text, or a label that "is correct". The text is
+never searched for a label, so one with a second label, a negation or an extra word matches no form.
+docs/conventions.md lists the forms.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# The version of the reading: raise it with every change after which some text is read differently.
+# Version of these rules: raise it with every change after which some text is read differently.
 VERSION = 7
 
 Span = tuple[int, int]
 
 MAX_LAYERS = 12  # layers of formatting and leads around a label
 MAX_LEADS = 2
-MAX_DRESSING = 300  # characters that formatting and leads may take: a longer text has no form
-MAX_MARKS = 30  # combining marks in a row; more are dropped, because normalising them takes quadratic time
+MAX_DRESSING = 300  # characters of formatting and leads; a text with more matches no form
+MAX_MARKS = 30  # combining marks in a row; the rest are dropped, because normalising them takes quadratic time
 
 PAIRS = (
     *((mark, mark) for mark in ("```", "***", "**", "*", "___", "__", "_", "`", '"', "'", "$$", "$")),
@@ -31,12 +32,12 @@ PAIRS = (
 )
 # "- B" is an item of a list and "> B" a quotation, but "- 1" may be a number and "> 1" a comparison.
 LINE_MARKER = re.compile(r"(?:[*•]|#{1,6}|[->](?! ?\d)|→) |[✅👉] ?")
-FINAL_MARK = re.compile(r"(?<![?.。])(?<![?.] )[.,;:!。]$")  # no part of "B?." or "B..."
+FINAL_MARK = re.compile(r"(?<![?.。])(?<![?.] )[.,;:!。]$")  # does not match in "B?." or "B..."
 
 THE = "(?:(?:the|my) )?"
 WHICH = "(?:(?:final|correct|right|best|most (?:likely|appropriate|plausible)) )"
 IS = " (?:is|would be|should be|must be)"
-COLON = r" ?(?:[:=]|(?:->|→|[-\u2013](?! ?\d)|\u2014)(?= ))"  # "Answer - B" has a dash, "Answer: - 1" a minus sign
+COLON = r" ?(?:[:=]|(?:->|→|[-\u2013](?! ?\d)|\u2014)(?= ))"  # the "-" of "Answer - B", not that of "Answer: - 1"
 # Leads that state an answer.
 STATING = (
     f"{THE}{WHICH}*(?:answer|label)(?: to the question)?{IS}",  # The answer is, The correct label is
@@ -57,8 +58,8 @@ LEAD = re.compile(
 )
 IS_CORRECT = rf"{IS} (?:(?:the )?{WHICH}*(?:answer|option|choice|label)|correct|right)"
 CORRECT_AT_END = re.compile(rf"{IS_CORRECT}$")
-MAX_CORRECT = 80  # characters that CORRECT_AT_END may match
-# Between a label and its option's text. Labels that are grouped, as in "(B) blue sky", need white space alone.
+MAX_CORRECT = 80  # maximum number of characters that CORRECT_AT_END matches
+# Between a label and its option's text. A label in a group, as in "(B) blue sky", needs only white space.
 SET_APART = re.compile(r"[)\]]?[.:](?= )|[)\]](?=.)")
 DASH_OR_BRACKET = re.compile(r" (?:[-\u2013\u2014](?= )|(?=[(\[]))")
 ARTICLE = re.compile("(?:an?|the) ")
@@ -68,11 +69,11 @@ CLAIM_AFTER_LABEL = re.compile(rf"[^\w\s]{{0,4}}{IS_CORRECT}\b")
 
 
 class LabelReading(NamedTuple):
-    """A label in a text.
+    """A label that was read from a text.
 
     Attributes:
         label: The label.
-        span: Where its characters are in the text.
+        span: Start and end of its characters in the text.
         states_answer: Whether the text calls the label the answer: "The answer is B", "B is correct".
     """
 
@@ -86,8 +87,8 @@ class Choices(NamedTuple):
 
     Attributes:
         labels: Folded label -> the labels that fold to it.
-        texts: Label -> its folded option text without formatting.
-        max_length: Length of the longest text that can have a form.
+        texts: Label -> its option text, folded and without formatting.
+        max_length: Maximum length of a text that can match a form.
     """
 
     labels: dict[str, tuple[str, ...]]
@@ -96,10 +97,14 @@ class Choices(NamedTuple):
 
 
 def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = None) -> Choices:
-    """Fold the labels of a question and its option texts, which come in the order of the labels.
+    """Fold the labels and option texts of a question.
+
+    Args:
+        labels: The question's labels.
+        option_texts: The options' texts in the order of `labels`; None if they are unknown.
 
     Raises:
-        ValueError: There are not as many option texts as labels.
+        ValueError: The number of option texts differs from the number of labels.
     """
     labels_by_folded: dict[str, tuple[str, ...]] = {}
     for label in labels:
@@ -113,25 +118,26 @@ def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = Non
             flat, _ = flatten_text(option_text)
             texts[label] = strip_formatting(flat)
             longest = max(longest, len(option_text))
-    label_with_text = 2 * longest  # the longest form: a label and its option's text
-    return Choices(labels_by_folded, texts, MAX_DRESSING + label_with_text)
+    longest_form = 2 * longest  # a label with its option's text
+    return Choices(labels_by_folded, texts, MAX_DRESSING + longest_form)
 
 
 def flatten_text(text: str) -> tuple[str, Sequence[int]]:
-    r"""Fold each character on its own, in linear time: NFKC, case, no invisible characters, white space single.
+    r"""Fold the characters of a text one by one, so that each folded character keeps its origin. Takes linear time.
 
-    Marks stay apart from their letters, so `compose_marks` follows before a comparison. Raised and lowered characters
-    stay what they are: "1²" is not 12.
+    Characters are NFKC-normalised and case-folded, invisible ones are removed, and white space is collapsed.
+    Superscripts and subscripts are kept: "1²" is not 12. At most `MAX_MARKS` combining marks in a row are kept. They
+    stay separate from their letters, so apply `compose_marks` before comparing texts.
 
     Returns:
-        The folded text, and for each of its characters the index of the character it comes from.
+        The folded text, and for each of its characters the index of the original character.
 
     Example:
         >>> flatten_text("Ｂ \n (ok)")
         ('b (ok)', [0, 1, 4, 5, 6, 7])
     """
-    folds_to_one_each = text.isascii() and text.isprintable() and "  " not in text
-    if folds_to_one_each:  # most texts: this is faster
+    needs_only_lower_case = text.isascii() and text.isprintable() and "  " not in text
+    if needs_only_lower_case:  # a faster path, which most texts take
         return text.lower(), range(len(text))
     parts: list[str] = []
     origins: list[int] = []
@@ -151,37 +157,37 @@ def flatten_text(text: str) -> tuple[str, Sequence[int]]:
 
 
 def _fold_character(character: str) -> Iterator[str]:
-    """Yield the characters that one character folds to; nothing for an invisible one."""
-    is_raised = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
+    """Yield the characters that one character folds to: none for an invisible one."""
+    is_super_or_subscript = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
     folded = character
-    if not is_raised:
+    if not is_super_or_subscript:
         folded = unicodedata.normalize("NFKC", character).casefold()
     for part in folded:
         is_variation_selector = "\ufe00" <= part <= "\ufe0f"
         if part.isspace():
             yield " "
-        elif part == "\u2010":  # a hyphen
+        elif part == "\u2010":  # Unicode's own hyphen, which NFKC keeps
             yield "-"
         elif unicodedata.category(part) not in ("Cf", "Cc") and not is_variation_selector:
             yield part
 
 
 def compose_marks(flat: str) -> str:
-    """Join marks with their letters. Linear, because `flatten_text` bounds the marks in a row."""
+    """Join combining marks with their letters, in linear time: `flatten_text` limits the marks in a row."""
     return unicodedata.normalize("NFC", flat)
 
 
 def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
-    """Read the label that text[zone] gives as a whole, or that every line of it gives, in linear time.
+    """Read the label that a part of a text gives: as a whole, or with the same label on every line. Linear time.
 
     Args:
         text: A response.
-        zone: Start and end of the part that is read.
+        zone: Start and end of the part to read.
         choices: The question's labels and option texts, from `fold_choices`.
 
     Returns:
-        The label with its span in `text`, of the first line if several give it; `states_answer` is True after a lead
-        such as "The answer is". None if the zone is blank, a line has no form, or two lines give different labels.
+        The label with its span in `text`; if several lines give it, the span is in the first of them. None if the part
+        is blank, a line matches no form, or two lines give different labels.
 
     Example:
         >>> read_form("The correct answer is (B).", (0, 26), fold_choices(("A", "B")))
@@ -195,7 +201,7 @@ def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
     lines_read: set[str] = set()
     start, end = zone
     for line in text[start:end].split("\n"):
-        # A response that runs in a loop repeats a line thousands of times, and equal lines give the same label.
+        # Equal lines give the same label, and a response stuck in a loop repeats a line thousands of times.
         if line.strip() and line not in lines_read:
             lines_read.add(line)
             reading = FormReader(text, (start, start + len(line)), choices).read()
@@ -226,9 +232,9 @@ def is_lead(text: str) -> bool:
 
 
 def find_claims(text: str, choices: Choices) -> set[str]:
-    """Find the labels that a text calls the answer or correct, anywhere and however its sentences go on.
+    """Find the labels that a text calls correct or the answer, anywhere and whatever the rest of the sentence says.
 
-    A claim is never read as an answer: it can only contradict one.
+    A claim is never read as an answer; it can only contradict one.
 
     Example:
         >>> find_claims("One may think that the answer is A, but dogs bark.", fold_choices(("A", "B")))
@@ -246,7 +252,7 @@ def find_claims(text: str, choices: Choices) -> set[str]:
         if start < 0 or continues_word(flat, start - 1) or continues_word(flat, end):
             continue
         for label in choices.labels.get(compose_marks(flat[start:end]), ()):
-            # "The answer is a place" speaks of no label A.
+            # "The answer is a place" does not name label A.
             if len(label) > 1 or text[origins[start]] == label:
                 claimed.add(label)
     return claimed
@@ -259,10 +265,34 @@ def continues_word(flat: str, index: int) -> bool:
     return flat[index].isalnum() or flat[index] == "_"
 
 
-class FormReader:
-    """Reads one text from the outside in; i and j bound what is left of its flat form.
+class BareText(NamedTuple):
+    """What is left of a text without its formatting and leads.
 
-    A text longer than `choices.max_length` has no form: it is read as an empty one.
+    Attributes:
+        span: Start and end of what is left, in the flat text.
+        reading: The label, if nothing else is left.
+        states_answer: Whether the removed parts call the label the answer.
+        has_lead: Whether a lead was removed.
+        has_colon: Whether the last lead that was removed ends in a colon; True without leads.
+    """
+
+    span: Span
+    reading: LabelReading | None
+    states_answer: bool
+    has_lead: bool
+    has_colon: bool
+
+
+class FormReader:
+    """Reads the label of one text by removing layers from the outside in.
+
+    In all methods, i and j are the start and end of a part of the flat text. A text longer than `choices.max_length`
+    matches no form, so it is read as an empty text.
+
+    Args:
+        text: A response.
+        zone: Start and end of the part to read.
+        choices: The question's labels and option texts.
     """
 
     def __init__(self, text: str, zone: Span, choices: Choices) -> None:
@@ -280,18 +310,36 @@ class FormReader:
         return self.read_between(0, len(self.flat))
 
     def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
-        """Remove formatting and leads until a label is left, or a label with its option's text.
+        """Read the label that is left without formatting and leads, alone or with its option's text.
 
         Args:
-            i: Start of the part of the flat text.
-            j: End of it.
-            inside_group: Whether the part is the inside of quotes, brackets or other marks before an option's text.
+            i: Start of the part.
+            j: End of the part.
+            inside_group: Whether quotes, brackets or other marks enclose the part, and an option's text follows them.
 
         Returns:
-            The label, or None if no form is left. `states_answer` is set after a lead such as "The answer is".
+            The label; None if the part matches no form.
         """
+        bare = self.remove_formatting_and_leads(i, j)
+        i, j = bare.span
+        reading = bare.reading
+        if reading is None and bare.has_lead:
+            reading = self.read_after_article(i, j)
+        if reading is None:
+            reading = self.read_with_text(i, j, may_be_grouped=not inside_group)
+        if reading is None:
+            return None
+        # After a lead without a colon, "a" and "i" are words and not the labels A and I: "The answer is a ...".
+        written = self.text[slice(*reading.span)]
+        is_word = written in ("a", "i") and written != reading.label
+        if is_word and not bare.has_colon:
+            return None
+        return reading._replace(states_answer=bare.states_answer or reading.states_answer)
+
+    def remove_formatting_and_leads(self, i: int, j: int) -> BareText:
+        """Remove formatting, leads such as "The answer is" and a final "is correct", until only a label is left."""
         states_answer = False
-        has_colon = True  # false after a lead without a colon, where "a" may be an article: "The answer is a"
+        has_colon = True
         leads = 0
         reading = None
         for _ in range(MAX_LAYERS):
@@ -314,21 +362,10 @@ class FormReader:
             states_answer = states_answer or lead["states_answer"] is not None
             has_colon = lead["colon"] is not None or lead["colon_after"] is not None
             i = lead.end()
-        if reading is None and leads > 0:
-            reading = self.read_after_article(i, j)
-        if reading is None:
-            reading = self.read_with_text(i, j, may_be_grouped=not inside_group)
-        if reading is None:
-            return None
-        # After a lead without a colon, "a" and "i" are words and not the labels A and I: "The answer is a ...".
-        written = self.text[slice(*reading.span)]
-        is_word = written in ("a", "i") and written != reading.label
-        if is_word and not has_colon:
-            return None
-        return reading._replace(states_answer=states_answer or reading.states_answer)
+        return BareText((i, j), reading, states_answer, has_lead=leads > 0, has_colon=has_colon)
 
     def read_label(self, i: int, j: int) -> LabelReading | None:
-        """Read flat[i:j] if it is a label; case decides between labels that differ only in case."""
+        """Read flat[i:j] if it is a label. Case distinguishes labels that differ only in case."""
         if i >= j:
             return None
         folded = compose_marks(self.flat[i:j])
@@ -345,7 +382,7 @@ class FormReader:
         return LabelReading(label, (start, end))
 
     def read_after_article(self, i: int, j: int) -> LabelReading | None:
-        """Read "an entailment"; a letter has no article."""
+        """Read a label after an article, such as "an entailment"; None if the label is a single character."""
         article = ARTICLE.match(self.flat, i, j)
         if article is None:
             return None
@@ -355,15 +392,15 @@ class FormReader:
         return reading
 
     def read_with_text(self, i: int, j: int, *, may_be_grouped: bool) -> LabelReading | None:
-        """Read "B) the dog", "**Option B**: the dog", "the dog (B)", and "B)" alone.
+        """Read a label with its option's text, such as "B) the dog", "**Option B**: the dog", "the dog (B)"; or "B)".
 
         Args:
-            i: Start of the part of the flat text.
-            j: End of it.
-            may_be_grouped: Whether the label may have marks of its own around it, as in "(B) the dog".
+            i: Start of the part.
+            j: End of the part.
+            may_be_grouped: Whether the label may be enclosed in marks of its own, as in "(B) the dog".
 
         Returns:
-            The label; None if the rest is not its own option's text or is not set apart from it.
+            The label; None if the rest is not its own option's text, or nothing separates the two.
         """
         label_at_end = self.read_last_label(i, j)
         if label_at_end is not None:
@@ -377,31 +414,43 @@ class FormReader:
         if reading is None:
             return None
         is_label_with_bracket = group is None and self.flat[end:j] == ")"
-        if is_label_with_bracket:
+        if is_label_with_bracket or self.is_followed_by_own_text(reading.label, end, j, is_grouped=group is not None):
             return reading
-        separator = SET_APART.match(self.flat, end, j)
-        is_set_apart = separator is not None or group is not None
+        return None
+
+    def is_followed_by_own_text(self, label: str, i: int, j: int, *, is_grouped: bool) -> bool:
+        """Whether flat[i:j] is a separator and a label's option text.
+
+        Args:
+            label: The label that ends at i.
+            i: Start of the part.
+            j: End of the part.
+            is_grouped: Whether the label is enclosed in marks of its own, which need no separator after them.
+        """
+        separator = SET_APART.match(self.flat, i, j)
+        is_set_apart = separator is not None or is_grouped
         if separator is not None:
-            end = separator.end()
-        dash = DASH_OR_BRACKET.match(self.flat, end, j)
+            i = separator.end()
+        dash = DASH_OR_BRACKET.match(self.flat, i, j)
         if dash is not None:
-            end = dash.end()
+            i = dash.end()
         elif not is_set_apart:
-            return None
-        option_text = strip_formatting(self.flat[end:j])
+            return False
+        option_text = strip_formatting(self.flat[i:j])
         # "A - B" may be two labels even if B is the text of A; "A) B" is not.
         labels = self.choices.labels.get(option_text, ())
-        is_other_label = bool(labels) and reading.label not in labels
+        is_other_label = bool(labels) and label not in labels
         if is_other_label and not is_set_apart:
-            return None
-        if not self.is_own_text(reading.label, option_text):
-            return None
-        return reading
+            return False
+        return self.is_own_text(label, option_text)
 
     def read_first_label(self, i: int, j: int) -> tuple[LabelReading | None, int]:
-        """Read the longest label that flat[i:j] begins with, and return where it ends; None and i if there is none.
+        """Read the longest label that flat[i:j] begins with.
 
-        A label that is all of flat[i:j] is left to `read_label`.
+        A label that is the whole of flat[i:j] does not count; `read_label` reads it.
+
+        Returns:
+            The label and the index of its end; None and i if there is none.
         """
         lengths = {len(folded) for folded in self.choices.labels}
         for length in sorted(lengths, reverse=True):
@@ -413,7 +462,7 @@ class FormReader:
         return None, i
 
     def read_last_label(self, i: int, j: int) -> LabelReading | None:
-        """Read the label in brackets at the end of flat[i:j] if its option's text precedes it."""
+        """Read the label in parentheses at the end of flat[i:j]; None unless its option's text precedes it."""
         bracket = self.flat.rfind(" (", i, j)
         if bracket < 0 or self.flat[j - 1] != ")":
             return None
@@ -426,7 +475,7 @@ class FormReader:
         return reading
 
     def is_own_text(self, label: str, text: str) -> bool:
-        """Whether a text is the label's option text, up to an article; another option's text never is."""
+        """Whether a text is the label's option text, give or take an article, and not a different option's text."""
         own_text = self.choices.texts.get(label)
         if not own_text or not text:
             return False
@@ -438,7 +487,7 @@ class FormReader:
 
 
 def strip_formatting(flat: str) -> str:
-    """Remove all formatting around a flat text; a text that is nothing but formatting keeps its innermost layer.
+    """Remove all formatting around a flat text. A text that consists of formatting keeps its innermost layer.
 
     Example:
         >>> strip_formatting('**"the dog".**')
@@ -455,7 +504,7 @@ def strip_formatting(flat: str) -> str:
 
 
 def remove_layer(flat: str, i: int, j: int) -> Span | None:
-    """Bound flat[i:j] without its outermost layer of formatting; None where there is none."""
+    """Return the bounds of flat[i:j] without its outermost layer of formatting; None if it has no formatting."""
     if i >= j:
         return None
     if flat[i] == " ":
@@ -475,17 +524,22 @@ def remove_layer(flat: str, i: int, j: int) -> Span | None:
 
 
 class Group(NamedTuple):
-    """A part of a text between a pair of marks: the span inside the marks, and the end after the closing mark."""
+    """A part of a text that a pair of marks encloses.
+
+    Attributes:
+        inside: The span between the marks.
+        end: The index after the closing mark.
+    """
 
     inside: Span
     end: int
 
 
 def find_group(flat: str, i: int, j: int) -> Group | None:
-    """Find the group that opens at i: in markdown, quotes, brackets, or a LaTeX command.
+    """Find the group that opens at i: markdown, quotes, brackets or a LaTeX command.
 
-    Brackets inside the group are skipped with their contents. None if no mark opens at i or its closing mark is
-    missing.
+    Brackets of the same kind inside the group are skipped, up to `MAX_LAYERS`. None if no mark opens at i, or its
+    closing mark is missing.
     """
     for opening, closing in PAIRS:
         if not flat.startswith(opening, i, j):

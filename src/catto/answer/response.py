@@ -1,8 +1,8 @@
-"""What a response answers: its tags, its reasoning, the end of its turn, and its last line.
+"""Read the reasoning and the answer of a response from its tags, or else from its last line.
 
-Tags come first. Everything up to the last `</think>` is reasoning and is not searched; a `<think>` that never closes
-contains no answer. The content of the last `<answer>` after it must be one of the forms of `catto.answer.forms`. A
-response without that tag is read at its last line, unless what comes before contradicts it. Nothing is guessed.
+Everything up to the last `</think>` is reasoning and is not searched; a `<think>` that never closes contains no answer.
+The content of the last `<answer>` after the reasoning must match one of the forms of `catto.answer.forms`. Without that
+tag the last line is read, unless an earlier line contradicts it. Nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from catto.records import Option
 
 Source = Literal["free", "plain"]
 
-# What follows a response in a text that runs on: the end of the turn, or the next question. Bounded, so time is linear.
+# What follows the response if the model goes on writing: the end of the turn, or the next question. Repetitions are
+# bounded, so that a search takes linear time.
 NEXT_TURN = re.compile(
     r"(?im)(?P<token><[|\uff5c](?:im_end|endoftext|eot_id|end_of_text|end\u2581of\u2581sentence)[|\uff5c]>"
     r"|</s>|<(?:end_of_turn|eos)>)"
     r"|^[#*_> ]{0,8}(?:(?P<who>question|q|premise|user|human)(?: \d{1,4})?[*_ ]{0,4}:|(?:question|user)[*_ ]{0,4}$)"
 )
-# The beginnings of the closing tag, where generation stopped inside it.
+# Beginnings of `</answer>`, with which a text ends if generation stopped inside that tag.
 TORN_CLOSING = tuple("</answer"[:length] for length in range(2, 9))
-# Lines without words: a rule, a fence, the marks around a formula in LaTeX.
+# Lines without words: a rule, a fence, the delimiters of a LaTeX formula.
 NO_WORDS = re.compile(r"[\s\\\[\]$`*_=-]*")
 LIST_ITEM = re.compile(r"\s*(?:[-+•>]|\*\s)")
 SPEAKS_OF_ANYTHING = re.compile(r"(?i)[\W_]*(?:\w+,? )?(?:it|this|that)\b")  # "So it is B"
@@ -49,14 +50,14 @@ class Tag(NamedTuple):
 
 
 class ParsedResponse(NamedTuple):
-    """What a response says.
+    """The reasoning and the answer of a response.
 
     Attributes:
         reasoning: The reasoning; None if there is none.
         label: The label; None if there is no answer.
-        span: Where the label's characters are in the text.
-        source: `free` after `<answer>`, `plain` without that tag.
-        answer_start: Where the answer begins in the text: at its tag, or at its line. 0 if there is no answer.
+        span: Start and end of the label's characters in the text; None if there is no answer.
+        source: `free` for an answer in `<answer>`, `plain` for one without that tag; None if there is no answer.
+        answer_start: Where the answer begins in the text: at its tag or its line. 0 if there is no answer.
     """
 
     reasoning: str | None
@@ -67,7 +68,7 @@ class ParsedResponse(NamedTuple):
 
 
 class LabelledQuestion(Protocol):
-    """What reading an answer needs of a question: its id and options. The gold label is not among it."""
+    """The parts of a question that are needed to read an answer: its id and options, but not the gold label."""
 
     @property
     def id(self) -> str:
@@ -99,12 +100,12 @@ def parse_response(
         text: The response.
         labels: The question's labels.
         option_texts: The options' texts in the order of `labels`.
-        cut: Whether the response ran into its token limit. Its last line is then not read if it is unfinished.
+        cut: Whether the response reached its token limit. An unfinished last line is then not read.
 
     Returns:
-        The reasoning, and the label with its span in the text; without an answer all but the reasoning are empty. The
-        reasoning is the text between the think tags. Either tag may be missing; where the block is empty the text
-        between it and the answer is used.
+        The reasoning, and the label with its span in the text. Without an answer, only the reasoning is set. The
+        reasoning is the text between the think tags, either of which may be missing. If it is empty, the text between
+        it and the answer counts as the reasoning.
 
     Example:
         >>> parse_response("<think>so</think><answer>(B)</answer>", ("A", "B")).label
@@ -113,7 +114,7 @@ def parse_response(
     """
     choices = fold_choices(labels, option_texts)
     turn = text[: find_turn_end(text, labels)]
-    # If a next turn follows, the cut was in that one, and this turn is whole.
+    # If a next turn follows, that one was cut, and this turn is complete.
     is_turn_cut = cut and len(turn) == len(text)
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
@@ -137,17 +138,17 @@ def parse_response(
 
 
 def find_answer_text(text: str, *, cut: bool = False) -> str | None:
-    """Find the text of a short answer: what the last `<answer>` block outside the reasoning contains.
+    """Find the text of a short answer: the content of the last `<answer>` block outside the reasoning.
 
-    There is no list of labels to compare a last line with, so an answer without its tag is not read.
+    An answer without its tag is not read, since there are no labels to compare the last line with.
 
     Args:
         text: The response.
-        cut: Whether the response ran into its token limit. An answer that was not closed is then not read.
+        cut: Whether the response reached its token limit. An answer that was not closed is then not read.
 
     Returns:
         The text without surrounding white space. None if there is no such block, it is empty, or an earlier block was
-        left open with another text.
+        left open with a different text.
 
     Example:
         >>> find_answer_text("<think>so</think><answer> 42 </answer>")
@@ -155,7 +156,7 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
         >>> find_answer_text("The answer is 42.")
     """
     turn = text[: find_turn_end(text)]
-    # If a next turn follows, the cut was in that one, and this turn is whole.
+    # If a next turn follows, that one was cut, and this turn is complete.
     is_turn_cut = cut and len(turn) == len(text)
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
@@ -177,7 +178,7 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
 
 
 def find_tags(text: str) -> list[Tag]:
-    """Find all tags of a text, in order. Case and white space inside a tag do not matter.
+    """Find all tags in a text, in order. Case and white space inside a tag do not matter.
 
     Example:
         >>> find_tags("<think>so</ Think>")
@@ -205,7 +206,7 @@ def find_answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
 
 
 def find_body(text: str, tags: Sequence[Tag]) -> Span:
-    """Bound the text after the reasoning: from the last `</think>` to a `<think>` that never closes, or to the end.
+    """Return the bounds of the text after the reasoning: from the last `</think>` to an unclosed `<think>` or the end.
 
     Example:
         >>> text = "<think>so</think>B"
@@ -223,28 +224,72 @@ def find_body(text: str, tags: Sequence[Tag]) -> Span:
     return start, max(start, end)
 
 
-def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
-    """Find where the response ends and a next turn begins: at an end-of-turn token or at a line such as "Question:".
+class _TurnMarker(NamedTuple):
+    """A possible beginning of the next turn, and its position among the tags.
 
-    A marker counts if a closed answer precedes it, or if neither `</think>` nor `<answer>` follows. It never counts
-    inside the reasoning or inside a closed answer, nor where the response only restates its question first.
+    Attributes:
+        match: The match of `NEXT_TURN`.
+        previous_tag_end: Where the tag before the marker ends; 0 if there is none.
+        is_in_reasoning: Whether the marker is inside the reasoning.
+        is_in_answer: Whether the marker is inside an answer that is closed after it.
+        follows_answer: Whether a closed answer precedes the marker.
+    """
+
+    match: re.Match[str]
+    previous_tag_end: int
+    is_in_reasoning: bool
+    is_in_answer: bool
+    follows_answer: bool
+
+
+def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
+    """Find where the response ends and the next turn begins: at an end-of-turn token or a line such as "Question:".
+
+    Such a marker counts if a closed answer precedes it, or if neither `</think>` nor `<answer>` follows it. It never
+    counts inside the reasoning or inside a closed answer. Nor does a line such as "Question:" that nothing precedes:
+    there the response restates the question.
+
+    Args:
+        text: The response.
+        labels: The question's labels. "Q: the dog" is not a marker if Q is one of them.
+
+    Returns:
+        The index of the marker; the length of the text if there is none.
 
     Example:
         >>> find_turn_end("<answer>B</answer>\\nQuestion: Which?\\n<answer>A</answer>")
         19
     """
     tags = find_tags(text)
-    # Where the last `</think>` or `<answer>` is: before it, the answer is still to come.
+    # Before the last of these tags, the answer is still to come.
     last_tag_before_answer = max((tag.start for tag in tags if tag.name in ("/think", "answer")), default=-1)
-    first_strikethrough = text.find("<s>")  # a later `</s>` closes that element and ends no turn
+    first_strikethrough = text.find("<s>")  # a later `</s>` closes this element and does not end the turn
     folded_labels = {label.casefold() for label in labels}
-    think_tags = [tag.name for tag in tags if tag.name.endswith("think")]
-    is_reasoning = think_tags[:1] == ["/think"]  # the chat template had opened the think block
+    for marker in _find_turn_markers(text, tags):
+        start = marker.match.start()
+        is_label = (marker.match["who"] or "").casefold() in folded_labels
+        ends_strikethrough = marker.match[0] == "</s>" and 0 <= first_strikethrough < start
+        if marker.is_in_reasoning or marker.is_in_answer or is_label or ends_strikethrough:
+            continue
+        if marker.follows_answer:
+            return start
+        is_answer_still_to_come = last_tag_before_answer > start
+        is_line = marker.match["token"] is None
+        restates_question = is_line and not text[marker.previous_tag_end : start].strip()
+        if not is_answer_still_to_come and not restates_question:
+            return start
+    return len(text)
+
+
+def _find_turn_markers(text: str, tags: Sequence[Tag]) -> Iterator[_TurnMarker]:
+    """Find everything that may begin the next turn, and track which tags are open there."""
+    first_think_tag = next((tag.name for tag in tags if tag.name.endswith("think")), None)
+    is_reasoning = first_think_tag == "/think"  # the chat template had opened the think block
     is_answer_open = False
     has_closed_answer = False
     tags_before = 0  # number of tags before the marker
-    for marker in NEXT_TURN.finditer(text):
-        while tags_before < len(tags) and tags[tags_before].start < marker.start():
+    for match in NEXT_TURN.finditer(text):
+        while tags_before < len(tags) and tags[tags_before].start < match.start():
             name = tags[tags_before].name
             if name.endswith("think"):
                 is_reasoning = name == "think"
@@ -253,23 +298,16 @@ def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
                 is_answer_open = name == "answer"
             tags_before += 1
         is_next_tag_closing = tags_before < len(tags) and tags[tags_before].name == "/answer"
-        is_inside_answer = is_answer_open and is_next_tag_closing
-        is_label = (marker["who"] or "").casefold() in folded_labels  # "Q: the dog" may be an option
-        ends_strikethrough = marker[0] == "</s>" and 0 <= first_strikethrough < marker.start()
-        if is_reasoning or is_inside_answer or is_label or ends_strikethrough:
-            continue
-        if not has_closed_answer:
-            is_answer_still_to_come = last_tag_before_answer > marker.start()
-            own_text_start = tags[tags_before - 1].end if tags_before > 0 else 0
-            has_own_text = bool(text[own_text_start : marker.start()].strip())
-            restates_question = marker["token"] is None and not has_own_text
-            if is_answer_still_to_come or restates_question:
-                continue
-        return marker.start()
-    return len(text)
+        yield _TurnMarker(
+            match=match,
+            previous_tag_end=tags[tags_before - 1].end if tags_before > 0 else 0,
+            is_in_reasoning=is_reasoning,
+            is_in_answer=is_answer_open and is_next_tag_closing,
+            follows_answer=has_closed_answer,
+        )
 
 
-# What is read
+# Answers
 
 
 def _read_tagged(
@@ -277,7 +315,7 @@ def _read_tagged(
 ) -> LabelReading | None:
     """Read the content of an answer block, up to `</answer>` or the end.
 
-    None if it has no form, its end is missing, or an earlier block was left open with another label.
+    None if the content matches no form, its end is missing, or an earlier block was left open with a different label.
     """
     zone = _find_answer_zone(text, tags, opening, is_cut=is_cut)
     if zone is None:
@@ -293,7 +331,7 @@ def _read_tagged(
 
 
 def _find_answer_zone(text: str, tags: Sequence[Tag], opening: Tag, *, is_cut: bool) -> Span | None:
-    """Bound the content of an answer block; None if its end is missing.
+    """Return the bounds of an answer block's content; None if its end is missing.
 
     A block without `</answer>` ends with the text, unless reasoning follows it or its last line is unfinished.
     """
@@ -309,9 +347,9 @@ def _find_answer_zone(text: str, tags: Sequence[Tag], opening: Tag, *, is_cut: b
 
 
 def _find_open_answers(text: str, tags: Sequence[Tag], opening: Tag) -> Iterator[Span]:
-    """Bound the answer blocks that were left open before another one: they may be the answers of an earlier turn.
+    """Yield the bounds of earlier answer blocks that were never closed: they may be the answers of an earlier turn.
 
-    Such a block ends at the next `<answer>`, or at a marker of a next turn before it.
+    Such a block ends at the following `<answer>`, or at a marker of the next turn before it.
     """
     body_start, _ = find_body(text, tags)
     answer_tags = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
@@ -332,15 +370,15 @@ class _Line(NamedTuple):
 def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReading | None:
     """Read a response whose body has no `<answer>`: the whole text after the reasoning, or else its last line.
 
-    A last line that states the answer is read if nothing before it states another. One that only names a label may be
-    the end of a list or of a sentence, so it is read only after a whole sentence or under a lead. None if there is no
-    such answer, the reasoning never ends, or text follows a lone `</answer>`.
+    A last line that states the answer is read unless an earlier line states a different one. A last line that only
+    names a label may be the end of a list or a sentence, so it is read only after a complete sentence or under a lead.
+    None if there is no such answer, the reasoning never ends, or text follows a lone `</answer>`.
     """
     start, end = find_body(text, tags)
     is_reasoning_unfinished = end < len(text)
     if is_reasoning_unfinished:
         return None
-    # The body has no think tags, and the caller found no `<answer>` in it: a tag that is left is `</answer>`.
+    # The body has no think tags, and the caller found no `<answer>` in it, so any tag in it is `</answer>`.
     lone_closing = next((tag for tag in tags if tag.start >= start), None)
     if lone_closing is not None:
         is_followed_by_text = bool(text[lone_closing.end :].strip())
@@ -369,7 +407,7 @@ def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReadin
 
 
 def _find_lines(text: str, start: int, end: int) -> list[_Line]:
-    """Find the lines of text[start:end] with their spans; blank lines, rules, fences and formula marks are left out."""
+    """Find the lines of text[start:end] that contain words, with their spans."""
     lines: list[_Line] = []
     for line in text[start:end].split("\n"):
         if not NO_WORDS.fullmatch(line):
@@ -379,16 +417,16 @@ def _find_lines(text: str, start: int, end: int) -> list[_Line]:
 
 
 def _may_follow(lines: Sequence[_Line], answer_line: int, reading: LabelReading) -> bool:
-    """Whether an answer can stand on its own after the line before it.
+    """Whether a line is an answer of its own, given the line before it, and not a part of what precedes it.
 
-    Any answer may come first, under a lead, or after a whole sentence. One that states the answer may also follow a
-    line without a full stop, if that leaves nothing open. A list item and a quoted statement never stand on their own;
-    neither does "So it is B", which may speak of anything.
+    Any answer may be the first line, follow a lead, or follow a complete sentence. If it states the answer, it may also
+    follow a line without a full stop that does not expect a continuation. A list item and a quoted statement are never
+    answers of their own, nor is "So it is B", where "it" may refer to anything.
 
     Args:
         lines: The lines of the response.
         answer_line: Index of the line at which the answer begins.
-        reading: What was read of that line, or of the line below it if that line is a lead.
+        reading: The label read from that line, or from the line below it if that line is a lead.
     """
     line = lines[answer_line].text
     is_list_item = LIST_ITEM.match(line) is not None
@@ -414,7 +452,7 @@ def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line],
         return False
     earlier_labels = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)
     named_labels: set[str] = set()  # alone on a line, without a lead such as "The answer is"
-    distinct_lines = {line.text: line for line in earlier}  # a response that runs in a loop repeats lines
+    distinct_lines = {line.text: line for line in earlier}  # a response stuck in a loop repeats lines
     for line in distinct_lines.values():
         earlier_reading = read_form(text, line.span, choices)
         if earlier_reading is None:
@@ -423,21 +461,21 @@ def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line],
             earlier_labels.add(earlier_reading.label)
         else:
             named_labels.add(earlier_reading.label)
-    # Two labels or more on lines of their own are the options again, which a statement may follow.
-    are_options_again = len(named_labels) >= 2
-    if not reading.states_answer or not are_options_again:
+    # Two or more labels, each alone on a line, are a list of the options. A statement may follow such a list.
+    lists_options = len(named_labels) >= 2
+    if not reading.states_answer or not lists_options:
         earlier_labels |= named_labels
     return bool(earlier_labels - {reading.label})
 
 
 def _is_torn(text: str) -> bool:
-    """Whether a text that was cut ends inside a line of the answer; inside `</answer>` the answer has ended."""
+    """Whether a cut text ends in an unfinished line. A torn `</answer>` does not count: the answer is complete."""
     last = text.rpartition("\n")[2].strip()
     return bool(last) and not last.endswith(TORN_CLOSING)
 
 
 def _end_before_torn_tag(text: str, start: int) -> int:
-    """Find where an answer without a closing tag ends: before a `</answer>` that was cut off, or with the text."""
+    """Find where an answer without a closing tag ends: before a torn `</answer>`, or else at the end of the text."""
     bracket = text.rfind("<", start)
     if bracket >= 0 and text[bracket:].rstrip() in TORN_CLOSING:
         return bracket
@@ -451,10 +489,10 @@ def _find_line_start(text: str, tags: Sequence[Tag], label_start: int) -> int:
 
 
 def _find_reasoning(head: str) -> str | None:
-    """Find the reasoning in the text before the answer; None if that text is empty.
+    """Find the reasoning in the text before the answer; None if there is none.
 
-    It reaches from the first `<think>`, or the beginning, to the last `</think>`, or the end. If nothing is between
-    them, it is what follows `</think>`.
+    It is the text from the first `<think>` (or the beginning) to the last `</think>` (or the end). If that is empty,
+    it is the text after `</think>`.
     """
     tags = find_tags(head)
     start = 0

@@ -1,8 +1,8 @@
-"""The confidence that a response states in words: `<confidence>0.8</confidence>`, read strictly.
+"""Read the confidence that a response states itself: `<confidence>0.8</confidence>`.
 
-The tag is read outside the reasoning, in the response's own turn. A probability from 0 to 1 is read, and a percentage
-with its sign: `80%` is 0.8. Anything else is missing and never guessed: no tag, a tag that is not closed, two tags, a
-number out of range (`80` without a sign), a word, a fraction.
+The tag must be outside the reasoning, in the response's own turn. Its content must be a probability from 0 to 1 or a
+percentage with its sign: `80%` is 0.8. Anything else counts as missing, and nothing is guessed: no tag, an unclosed
+tag, more than one pair of tags, a number out of range (`80` without a sign), a word or a fraction.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import re
 
 from catto.answer.response import find_body, find_tags, find_turn_end
 
-CONFIDENCE_TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}confidence\s{0,8}>", re.IGNORECASE)
-STATED = re.compile(r"\s*(?P<number>[0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s?(?P<percent>%?)\s*")
+CONFIDENCE_TAG = re.compile(r"<\s{0,8}(?P<slash>/?)\s{0,8}confidence\s{0,8}>", re.IGNORECASE)
+PROBABILITY = re.compile(r"\s*(?P<number>[0-9]{1,20}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})\s?(?P<percent>%?)\s*")
 
 
 def read_stated_confidence(text: str) -> float | None:
-    """Read the confidence that a response states.
+    """Read the confidence that a response states, in time linear in its length.
 
     Args:
-        text: The response; the time is linear in it.
+        text: The response.
 
     Returns:
-        The confidence in [0, 1]; None if none is stated, more than one is, or it is not a probability.
+        The confidence in [0, 1]. None if the response states none, states more than one, or states something that is
+        not a probability.
 
     Example:
         >>> read_stated_confidence("<answer>B</answer><confidence>0.8</confidence>")
@@ -35,10 +36,13 @@ def read_stated_confidence(text: str) -> float | None:
     turn = text[: find_turn_end(text)]
     start, end = find_body(turn, find_tags(turn))
     tags = list(CONFIDENCE_TAG.finditer(turn, start, end))
-    is_one_pair = len(tags) == 2 and not tags[0][1] and bool(tags[1][1])
-    if not is_one_pair:
+    if len(tags) != 2:
         return None
-    stated = STATED.fullmatch(turn, tags[0].end(), tags[1].start())
+    first, second = tags
+    is_pair = not first["slash"] and bool(second["slash"])
+    if not is_pair:
+        return None
+    stated = PROBABILITY.fullmatch(turn, first.end(), second.start())
     if stated is None:
         return None
     value = float(stated["number"])
