@@ -261,9 +261,9 @@ def test_padded_labels_have_no_probability_and_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"targets": torch.zeros(5, dtype=torch.long)}, "do not fit"),
-        ({"weight": torch.zeros(7, 5)}, "do not fit"),
-        ({"bias": torch.zeros(3)}, r"is not \(7,\)"),
+        ({"targets": torch.zeros(5, dtype=torch.long)}, "do not match"),
+        ({"weight": torch.zeros(7, 5)}, "do not match"),
+        ({"bias": torch.zeros(3)}, r"expected \(7,\)"),
         ({"tile": 0}, "tile >= 1"),
         ({"temperature": 0.0}, "temperature > 0"),
         ({"softcap": 0.0}, "softcap > 0"),

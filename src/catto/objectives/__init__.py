@@ -1,4 +1,4 @@
-"""Mathematics on tensors, without a trainer: the fused head's token statistics and the losses that read them."""
+"""The mathematics, on tensors and without a trainer: token statistics from the fused head, and losses on them."""
 
 from catto.objectives.fused_head import TokenStats, label_logprobs, token_stats
 from catto.objectives.losses import (

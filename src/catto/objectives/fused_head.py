@@ -1,9 +1,11 @@
-"""The fused LM head: per-token statistics of `softmax(hidden @ weight.T)` that never hold the logits.
+"""The fused LM head: per-token statistics of `softmax(hidden @ weight.T)` without ever storing all logits.
 
-The vocabulary is processed in tiles. The forward pass folds each tile into running sums; the backward pass computes
-the tile again and turns it, in place, into the gradient of the logits. A tile as large as the vocabulary makes the
-same code the dense computation. With z the logits, t the target and r the rival (the best other token), every
-statistic follows from sums that leave out these two tokens, so a probability near 1 loses no digits to cancellation.
+The vocabulary is processed in tiles. The forward pass adds each tile to running sums. The backward pass recomputes the
+tile and turns it, in place, into the gradient of the logits. With a tile as large as the vocabulary, the same code is
+the dense computation.
+
+Let z be the logits, t the target and r the rival (the most probable other token). Every statistic follows from z_t, z_r
+and sums over all remaining tokens, so a probability near 1 loses no digits to cancellation.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ EXTRAS = ("log_doubt", "mean_logit", "entropy", "log_sum_sq")
 class TokenStats:
     """Statistics of the next-token distribution at every position.
 
-    Each has the targets' shape and is 0 at masked positions. An extra that was not requested is None.
+    Each statistic has the shape of the targets and is 0 at masked positions. Extras that were not requested are None.
 
     Attributes:
-        target: log p_t, of the response's token.
-        rival: log p_r, of the best other token.
+        target: log p_t, the log-probability of the response's token.
+        rival: log p_r, the log-probability of the most probable other token.
         logsumexp: Log-sum-exp of the logits.
         log_doubt: log(1 - c), an extra.
         mean_logit: Mean logit over the vocabulary, an extra.
         entropy: Entropy in nats, an extra.
-        log_sum_sq: log sum_j p_j^2, an extra without a gradient.
+        log_sum_sq: log sum_j p_j^2, an extra that has no gradient.
     """
 
     target: Tensor
@@ -69,7 +71,7 @@ class TokenStats:
 
     @property
     def confidence(self) -> Tensor:
-        """c, the largest probability of all, in (0, 1]."""
+        """c, the largest probability of any token, in (0, 1]."""
         return self.log_confidence.exp()
 
     @property
@@ -90,7 +92,7 @@ class TokenStats:
         return TokenStats(**values)
 
     def __getitem__(self, index: Any) -> TokenStats:
-        """Index every statistic alike, e.g. `stats[:batch]` for the chosen half."""
+        """Apply an index to every statistic, e.g. `stats[:batch]` for the chosen half."""
         return self.map(lambda value: value[index])
 
 
@@ -111,26 +113,26 @@ def token_stats(
     """Compute the statistics of every token, differentiable in hidden, weight and bias.
 
     Logits are z = softcap tanh(scale y / softcap) / temperature with y = hidden @ weight.T + bias. Statistics and
-    gradients accumulate in fp32, those of float64 inputs in float64.
+    gradients accumulate in fp32, or in float64 if the inputs are float64.
 
     Args:
-        hidden: Last hidden states (..., H); with `weight=None`, ready logits (..., V).
-        weight: The LM head (V, H), or None.
-        targets: Token ids (...). A position of -100 is masked and not computed.
-        bias: The LM head's bias (V,).
-        tile: Columns of a tile; None chooses by device and shape.
-        softcap: Soft cap of the logits, as in Gemma 2; None for none.
+        hidden: Last hidden states (..., H); with `weight=None`, the logits (..., V) themselves.
+        weight: Weight of the LM head (V, H), or None.
+        targets: Token ids (...). Positions with -100 are masked and skipped.
+        bias: Bias of the LM head (V,).
+        tile: Number of columns of a tile; None chooses it by device and shape.
+        softcap: Soft cap of the logits, as in Gemma 2; None means no soft cap.
         scale: Factor of the logits.
         temperature: Divisor of the logits.
-        extras: Names of the optional statistics to compute; each costs another pass over every tile.
-        masked: False promises that no target is -100, which saves a synchronisation of the host with the device.
-        precision: Precision of the products' inputs, see `product_dtype`.
+        extras: Names of the optional statistics to compute; each costs an additional pass over every tile.
+        masked: Pass False if no target is -100. This avoids a synchronisation of the host with the device.
+        precision: Precision of the inputs of the matrix products, see `product_dtype`.
 
     Returns:
-        Statistics of the targets' shape.
+        Statistics with the shape of the targets.
 
     Raises:
-        ValueError: The shapes do not fit each other, or an option is out of its range.
+        ValueError: The shapes do not match, or an option is out of its range.
 
     >>> stats = token_stats(torch.tensor([[0.5, 0.3, 0.2]]).log(), None, torch.tensor([0]))
     >>> round(stats.confidence.item(), 4), round(stats.margin.item(), 4), stats.right.item()
@@ -163,7 +165,7 @@ def token_stats(
     if not all_scored:
         return stats.map(lambda value: value.new_zeros(is_scored.shape).masked_scatter(is_scored, value))
     if targets.dim() == 1:
-        return stats  # no view without need: FSDP2 warns about a forward that returns one
+        return stats  # already in shape: FSDP2 warns about a forward that returns a view
     return stats.map(lambda value: value.view_as(targets))
 
 
@@ -183,16 +185,16 @@ def label_logprobs(
     """Compute the log-probabilities of K labels at one position of each sequence.
 
     Args:
-        hidden: Last hidden states (B, T, H); with `weight=None`, ready logits (B, T, V).
-        weight: The LM head (V, H), or None.
-        positions: The position of each sequence (B,).
-        labels: Token ids (B, K); -100 where a sequence has fewer labels.
-        bias: The LM head's bias (V,).
-        tile: Columns of a tile; None chooses by device and shape.
-        softcap: Soft cap of the logits; None for none.
+        hidden: Last hidden states (B, T, H); with `weight=None`, the logits (B, T, V) themselves.
+        weight: Weight of the LM head (V, H), or None.
+        positions: One position in each sequence (B,).
+        labels: Token ids (B, K), padded with -100 if a sequence has fewer labels.
+        bias: Bias of the LM head (V,).
+        tile: Number of columns of a tile; None chooses it by device and shape.
+        softcap: Soft cap of the logits; None means no soft cap.
         scale: Factor of the logits.
         temperature: Divisor of the logits.
-        precision: Precision of the products' inputs, see `product_dtype`.
+        precision: Precision of the inputs of the matrix products, see `product_dtype`.
 
     Returns:
         Log-probabilities (B, K); -inf where a label is -100.
@@ -208,7 +210,7 @@ def label_logprobs(
         sequences = torch.arange(hidden.shape[0], device=hidden.device)
         rows = hidden[sequences, positions]
         ids = labels.clamp(min=0)
-        first_label = ids[:, 0]  # the head needs a target, whose own statistics are not read here
+        first_label = ids[:, 0]  # the head requires a target, but its statistics are not used here
         spec = _make_logit_spec(
             rows,
             first_label,
@@ -238,16 +240,16 @@ def _make_logit_spec(
     extras: Collection[str],
     precision: Precision,
 ) -> LogitSpec:
-    """Return how the logits are computed; ValueError if the tensors do not fit each other or an option is bad."""
+    """Return how to compute the logits; raise ValueError if shapes do not match or an option is out of range."""
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
     tokens = hidden.shape[:-1].numel()
     rows_per_tile, columns_per_tile = tile_shape(tokens, vocabulary, hidden.device, tile)
     if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not fit")
+        raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not match")
     if weight is not None and weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit")
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not match")
     if bias is not None and bias.shape != (vocabulary,):
-        raise ValueError(f"bias {tuple(bias.shape)} is not ({vocabulary},)")
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({vocabulary},)")
     valid_softcap = softcap is None or softcap > 0
     if vocabulary < 2 or columns_per_tile < 1 or temperature <= 0 or not valid_softcap:
         raise ValueError("expected a vocabulary of at least 2, tile >= 1, temperature > 0, softcap > 0 or None")
@@ -267,16 +269,16 @@ def _make_logit_spec(
 
 
 def gather_partitions(*parameters: Tensor | None) -> AbstractContextManager[Any]:
-    """Keep the parameters that DeepSpeed ZeRO-3 has partitioned whole inside the context.
+    """Gather parameters that DeepSpeed ZeRO-3 has partitioned, for the duration of the context.
 
-    Every other tensor is whole already: without ZeRO-3 nothing happens.
+    Without ZeRO-3 this does nothing.
     """
     partitioned = {id(p): p for p in parameters if p is not None and hasattr(p, "ds_status")}
     if not partitioned:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
-    # A tied head is whole while the embedding's module holds it: gathering it here would take it from that module.
+    # A tied head may already be gathered by the embedding's module. Gathering it here too would release it too early.
     missing = [p for p in partitioned.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
     if not missing:
         return nullcontext()
@@ -288,9 +290,9 @@ def gather_partitions(*parameters: Tensor | None) -> AbstractContextManager[Any]
 
 
 class RunningSums(NamedTuple):
-    """Running sums over the tiles of N tokens.
+    """Running sums over the tiles that have been processed, for N tokens.
 
-    The sums named `rest` are over all tokens but the target and the rival, in units of exp(z_r).
+    The sums named `rest` leave out the target and the rival. They are in units of exp(z_r).
     """
 
     target: Tensor  # z_t
@@ -300,7 +302,7 @@ class RunningSums(NamedTuple):
     rest_z: Tensor  # sum exp(z - z_r) z
     rest_sq: Tensor  # sum exp(2 (z - z_r))
     total: Tensor  # sum z, over the whole vocabulary
-    labels: Tensor  # z of K further tokens, (N, K)
+    labels: Tensor  # z of the K label tokens, (N, K)
 
 
 class HeadOutput(NamedTuple):
@@ -316,12 +318,12 @@ class HeadOutput(NamedTuple):
     labels: Tensor  # (N, K)
 
     def token_stats(self) -> TokenStats:
-        """Leave out the labels."""
+        """Return the statistics without the labels."""
         return TokenStats(*self[:-1])
 
 
 def empty_sums(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> RunningSums:
-    """Return the sums over no column. targets: (N,), labels: (N, K)."""
+    """Return the sums before the first tile. targets: (N,), labels: (N, K)."""
     zero = torch.zeros_like(targets, dtype=dtype)
     return RunningSums(
         target=zero,
@@ -336,12 +338,12 @@ def empty_sums(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> RunningSu
 
 
 def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, extras: frozenset[str]) -> RunningSums:
-    """Return the sums of a tile's rows with the tile added. The tile's logits are overwritten.
+    """Add a tile to the sums of its rows and return the new sums. The tile's logits are overwritten.
 
     targets: (N,), labels: (N, K).
     """
     z = tile.logits
-    # A finite stand-in for -inf: its exponential is 0, and 0 * lowest stays 0 in the entropy's sum.
+    # A finite substitute for -inf: its exponential is 0, and in the entropy's sum 0 * lowest is 0 instead of nan.
     lowest = torch.finfo(z.dtype).min / 8
 
     label_logits = sums.labels
@@ -352,7 +354,7 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     if "mean_logit" in extras:
         total = total + z.sum(-1)
 
-    # Take the target and the tile's rival out of the tile.
+    # Remove the target and the best other token from the tile.
     target_inside, column = locate_tokens(targets, tile.columns)
     target_column = column.unsqueeze(-1)
     target_logit = z.gather(-1, target_column)
@@ -360,15 +362,15 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     best, best_column = z.max(-1)
     z.scatter_(-1, best_column.unsqueeze(-1), lowest)
 
-    # Sum what is left, in units of exp(best). A tile of the target alone has nothing left: with the bound of the peak
-    # its sum is 0.
+    # Sum the remaining tokens, in units of exp(best). If the tile contained only the target, `best` is `lowest`: the
+    # clamp makes the sum 0.
     peak = best.clamp(min=lowest / 2).unsqueeze(-1)
     if "entropy" in extras:
         e = (z - peak).exp_()  # z itself is needed below
     else:
         e = z.sub_(peak).exp_()
 
-    # Change the units to those of the greater rival; the lesser one joins the rest.
+    # Of the old rival and the tile's best, the greater is the new rival and sets the units. The lesser joins the rest.
     greater = torch.maximum(sums.rival, best)
     lesser = torch.minimum(sums.rival, best)
     old_units = (sums.rival - greater).exp()
@@ -397,15 +399,16 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
 
 def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
     """Turn the sums over the whole vocabulary into log-probabilities and the requested statistics."""
-    log_rest = sums.rest.log1p()  # of the rival and the rest, in units of exp(rival)
-    logsumexp = torch.logaddexp(sums.target, sums.rival + log_rest)
-    # Differences of logits, never of log-sum-exps: a logit of 40 has only six digits after the point.
+    log_others = sums.rest.log1p()  # all tokens except the target, in units of exp(z_r)
+    logsumexp = torch.logaddexp(sums.target, sums.rival + log_others)
+    # Differences of logits are precise; differences from the log-sum-exp are not: in fp32 a logit of 40 has only six
+    # digits after the point.
     gap = sums.target - sums.rival
-    log_not_target = logsigmoid(log_rest - gap)  # log of the mass of all tokens but the target
-    # The greater of the two is computed and the lesser follows from the gap: both keep their digits, and the order of
-    # the two is that of the logits.
-    target = torch.where(gap > 0, logsigmoid(gap - log_rest), log_not_target - log_rest + gap)
-    rival = torch.where(gap > 0, target - gap, log_not_target - log_rest)
+    log_not_target = logsigmoid(log_others - gap)  # log(1 - p_t)
+    # The greater of the two is computed directly, and the lesser is derived from it with the gap. Both stay precise,
+    # and their order is always that of the logits.
+    target = torch.where(gap > 0, logsigmoid(gap - log_others), log_not_target - log_others + gap)
+    rival = torch.where(gap > 0, target - gap, log_not_target - log_others)
     top_logit = torch.maximum(sums.target, sums.rival)
     log_top = torch.maximum(target, rival)
     labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
@@ -420,7 +423,7 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
         mean_logit = sums.total / spec.vocabulary
     entropy = None
     if "entropy" in spec.extras:
-        # The log-sum-exp minus sum_j p_j z_j. That sum over the rest is p_r * rest_z, by the units of rest_z.
+        # Entropy = logsumexp - sum_j p_j z_j. The rest contributes p_r * rest_z, as rest_z is in units of exp(z_r).
         target_share = target.exp() * sums.target
         others_share = rival.exp() * (sums.rival + sums.rest_z)
         entropy = logsumexp - target_share - others_share
@@ -443,9 +446,9 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
 
 
 class HeadGradients(NamedTuple):
-    """Incoming gradients of N tokens, (N,) each and labels (N, K); None where nothing depends on a statistic."""
+    """Incoming gradients of N tokens, (N,) each and labels (N, K); None if the loss does not depend on a statistic."""
 
-    mass: Tensor  # the factor of p_j, from all statistics together
+    mass: Tensor  # the factor of p_j, summed over all statistics
     target: Tensor | None
     rival: Tensor | None
     log_doubt: Tensor | None
@@ -459,7 +462,7 @@ class HeadGradients(NamedTuple):
 
 
 class SavedTokens(NamedTuple):
-    """What the backward pass needs of N tokens."""
+    """What the backward pass needs to know about N tokens."""
 
     targets: Tensor
     labels: Tensor
@@ -470,7 +473,7 @@ class SavedTokens(NamedTuple):
     entropy: Tensor | None
 
     def at_rows(self, rows: slice) -> SavedTokens:
-        """Return what was saved of some of the tokens."""
+        """Return what was saved for some of the tokens."""
         return SavedTokens(*_slice_rows(self, rows))
 
 
@@ -484,8 +487,8 @@ def _slice_rows(tensors: Iterable[Tensor | None], rows: slice) -> list[Any]:
 def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the factor of p_j in the gradient of the logits, (N,).
 
-    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j, so these statistics share one factor of p_j.
-    `tile_gradient` adds what is left of them, and the mean logit and the entropy.
+    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j, so the p_j of these statistics have one common
+    factor. `tile_gradient` adds the remaining terms, and those of the mean logit and the entropy.
 
     gradients: The incoming gradients of the head's outputs.
     """
@@ -502,19 +505,20 @@ def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: tor
 
 
 def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: HeadGradients) -> Tensor:
-    """Overwrite the tile's logits with the gradient of the loss in the raw logits y, (rows, columns), and return it."""
+    """Return the gradient of the loss in the products y, (rows, columns). It overwrites the tile's logits."""
     z = tile.logits
-    # What reads the logits comes first, before they are overwritten.
+    # Terms that read the logits are computed first, before the logits are overwritten.
     softcap_slope = None
     if spec.softcap is not None:
         softcap_slope = 1 - (z * (spec.temperature / spec.softcap)) ** 2
-    further_terms = []
+    extra_terms = []
     if gradients.log_doubt is not None and saved.log_doubt is not None:
-        further_terms.append(_doubt_gradient(tile, saved, gradients.log_doubt, saved.log_doubt))
+        extra_terms.append(_doubt_gradient(tile, saved, gradients.log_doubt, saved.log_doubt))
     if gradients.entropy is not None and saved.entropy is not None:
-        further_terms.append(_entropy_gradient(tile, saved, gradients.entropy, saved.entropy))
+        extra_terms.append(_entropy_gradient(tile, saved, gradients.entropy, saved.entropy))
 
-    d = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_().mul_(gradients.mass.unsqueeze(-1))
+    p = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_()
+    d = p.mul_(gradients.mass.unsqueeze(-1))
     single_tokens = [(saved.targets, gradients.target), (saved.rival_id, gradients.rival)]
     if gradients.labels is not None:
         single_tokens += zip(saved.labels.unbind(-1), gradients.labels.unbind(-1), strict=True)
@@ -525,7 +529,7 @@ def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: He
             d.scatter_add_(-1, column.unsqueeze(-1), addend.unsqueeze(-1))
     if gradients.mean_logit is not None:
         d.add_(gradients.mean_logit.unsqueeze(-1) / spec.vocabulary)
-    for term in further_terms:
+    for term in extra_terms:
         d.add_(term)
     if softcap_slope is not None:
         d.mul_(softcap_slope)
@@ -536,9 +540,9 @@ def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: He
 
 
 def _doubt_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, log_doubt: Tensor) -> Tensor:
-    """Return g exp(z_j - L'), L' the log-sum-exp without the top token, and 0 at the top token.
+    """Return g exp(z_j - L') and 0 at the top token, where L' is the log-sum-exp without the top token.
 
-    The other term, -g p_j, is in the mass.
+    The other term of this gradient, -g p_j, is part of the mass.
     """
     logsumexp_without_top = saved.logsumexp + log_doubt
     e = (tile.logits - logsumexp_without_top.unsqueeze(-1)).exp_()
@@ -558,11 +562,11 @@ def _entropy_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, entropy:
 
 
 class WeightGradient:
-    """Accumulates the gradient of the LM head, one range of columns after the other.
+    """Accumulates the gradient of the LM head's weight, one range of columns after the other.
 
     Tiles must come in the order of `compute_tiles`: all rows of a range of columns, then the next range. A sum of
-    several products is kept in fp32, whatever the weight's dtype. The first product of a sum writes instead of adding:
-    zeroing a large gradient beforehand costs 4 % of the pass.
+    several products is accumulated in fp32, whatever the weight's dtype. The first product of a sum overwrites instead
+    of adding, since zeroing a large gradient beforehand costs 4 % of the pass.
     """
 
     def __init__(self, weight: Tensor, tokens: int, dtype: torch.dtype, spec: LogitSpec) -> None:
@@ -570,26 +574,56 @@ class WeightGradient:
         self.tokens = tokens
         self.dtype = dtype
         self.product_dtype = spec.product_dtype
-        self._sum = self.gradient  # of the current columns
+        self._sum = self.gradient  # the sum for the current columns
 
     def add(self, tile: Tile, logit_gradient: Tensor, hidden: Tensor) -> None:
-        """Add what a tile's rows contribute. logit_gradient: (rows, columns), hidden: (rows, H)."""
+        """Add the contribution of a tile. logit_gradient: (rows, columns), hidden: (rows, H)."""
         is_first_product = tile.rows.start == 0
         is_last_product = tile.rows.stop == self.tokens
         if is_first_product:
             part = self.gradient[tile.columns]
-            needs_no_sum = is_last_product and part.dtype == self.product_dtype
-            writes_in_place = part.dtype == self.dtype or needs_no_sum
+            is_rounded_once = is_last_product and part.dtype == self.product_dtype  # one product needs no fp32 sum
+            writes_in_place = part.dtype == self.dtype or is_rounded_once
             self._sum = part if writes_in_place else torch.empty_like(part, dtype=self.dtype)
         multiply(self._sum, logit_gradient.T, hidden, add=not is_first_product)
         if is_last_product and self._sum.dtype != self.gradient.dtype:
             self.gradient[tile.columns] = self._sum
 
 
-class _TiledHead(torch.autograd.Function):
-    """(N, H), (V, H), (V,), (N,), (N, K) -> the fields of `HeadOutput`.
+def _collect_gradients(incoming: HeadOutput, hidden: Tensor) -> HeadGradients:
+    return HeadGradients(
+        mass=sum_mass(incoming, len(hidden), statistics_dtype(hidden), hidden.device),
+        target=incoming.target,
+        rival=incoming.rival,
+        log_doubt=incoming.log_doubt,
+        mean_logit=incoming.mean_logit,
+        entropy=incoming.entropy,
+        labels=incoming.labels,
+    )
 
-    Autocast is off inside: it would run a product of fp32 numbers in bf16, and the statistics with it.
+
+def _add_hidden_gradient(total: Tensor, tile: Tile, logit_gradient: Tensor, rounded_gradient: Tensor) -> None:
+    """Add the contribution of a tile to the gradient of the hidden states, or of the logits if they were passed in."""
+    if tile.weight is None:
+        total[tile.rows, tile.columns] = logit_gradient
+        return
+    is_first_product = tile.columns.start == 0
+    multiply(total[tile.rows], rounded_gradient, tile.weight, add=not is_first_product)
+
+
+def _add_bias_gradient(total: Tensor, tile: Tile, logit_gradient: Tensor) -> None:
+    """Add the contribution of a tile to the gradient of the bias."""
+    tile_sum = logit_gradient.sum(0)
+    is_first_sum = tile.rows.start == 0
+    if not is_first_sum:
+        tile_sum = total[tile.columns] + tile_sum
+    total[tile.columns] = tile_sum
+
+
+class _TiledHead(torch.autograd.Function):
+    """Map hidden (N, H), weight (V, H), bias (V,), targets (N,) and labels (N, K) to the fields of `HeadOutput`.
+
+    Autocast is disabled inside: it would run fp32 products in bf16 and so round the statistics.
     """
 
     @staticmethod
@@ -605,14 +639,15 @@ class _TiledHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         with torch.autocast(hidden.device.type, enabled=False):
-            sums_by_row: dict[int, RunningSums] = {}  # by the first of a tile's rows
+            sums_by_row: dict[int, RunningSums] = {}  # keyed by the first row of a tile
             for tile in compute_tiles(hidden, weight, bias, spec):
                 rows = tile.rows
                 if rows.start not in sums_by_row:
                     sums_by_row[rows.start] = empty_sums(targets[rows], labels[rows], statistics_dtype(hidden))
                 sums_so_far = sums_by_row[rows.start]
                 sums_by_row[rows.start] = add_tile(sums_so_far, tile, targets[rows], labels[rows], spec.extras)
-            sums = RunningSums(*(torch.cat(parts) for parts in zip(*sums_by_row.values(), strict=True)))
+            joined_fields = [torch.cat(parts) for parts in zip(*sums_by_row.values(), strict=True)]
+            sums = RunningSums(*joined_fields)
             output = finish_sums(sums, spec)
         right = sums.target > sums.rival
         saved = SavedTokens(targets, labels, sums.rival_id, right, output.logsumexp, output.log_doubt, output.entropy)
@@ -627,44 +662,29 @@ class _TiledHead(torch.autograd.Function):
         hidden, weight, bias, *saved_tensors = ctx.saved_tensors
         spec = ctx.spec
         saved = SavedTokens(*saved_tensors)
-        output_gradients = HeadOutput(*incoming)  # type: ignore[arg-type]
         dtype = statistics_dtype(hidden)
-        gradients = HeadGradients(
-            mass=sum_mass(output_gradients, len(hidden), dtype, hidden.device),
-            target=output_gradients.target,
-            rival=output_gradients.rival,
-            log_doubt=output_gradients.log_doubt,
-            mean_logit=output_gradients.mean_logit,
-            entropy=output_gradients.entropy,
-            labels=output_gradients.labels,
-        )
+        gradients = _collect_gradients(HeadOutput(*incoming), hidden)  # type: ignore[arg-type]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with gather_partitions(weight, bias), torch.autocast(hidden.device.type, enabled=False):
-            rounded = hidden if weight is None else hidden.to(spec.product_dtype)
+            rounded_hidden = hidden if weight is None else hidden.to(spec.product_dtype)
             hidden_gradient = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
             bias_gradient = torch.empty_like(bias, dtype=dtype) if bias is not None and needs_bias else None
             weight_gradient = None
             if weight is not None and needs_weight:
                 weight_gradient = WeightGradient(weight, len(hidden), dtype, spec)
-            tokens_by_row: dict[int, tuple[SavedTokens, HeadGradients]] = {}  # by the first of a tile's rows
-            for tile in compute_tiles(rounded, weight, bias, spec):
+            tokens_by_row: dict[int, tuple[SavedTokens, HeadGradients]] = {}  # keyed by the first row of a tile
+            for tile in compute_tiles(rounded_hidden, weight, bias, spec):
                 rows = tile.rows
-                columns = tile.columns
                 if rows.start not in tokens_by_row:
                     tokens_by_row[rows.start] = saved.at_rows(rows), gradients.at_rows(rows)
                 logit_gradient = tile_gradient(tile, spec, *tokens_by_row[rows.start])
                 rounded_gradient = logit_gradient.to(spec.product_dtype)
-                if hidden_gradient is not None and tile.weight is not None:
-                    multiply(hidden_gradient[rows], rounded_gradient, tile.weight, add=columns.start > 0)
-                elif hidden_gradient is not None:
-                    hidden_gradient[rows, columns] = logit_gradient
+                if hidden_gradient is not None:
+                    _add_hidden_gradient(hidden_gradient, tile, logit_gradient, rounded_gradient)
                 if weight_gradient is not None:
-                    weight_gradient.add(tile, rounded_gradient, rounded[rows])
+                    weight_gradient.add(tile, rounded_gradient, rounded_hidden[rows])
                 if bias_gradient is not None:
-                    tile_sum = logit_gradient.sum(0)
-                    if rows.start > 0:
-                        tile_sum = bias_gradient[columns] + tile_sum
-                    bias_gradient[columns] = tile_sum
+                    _add_bias_gradient(bias_gradient, tile, logit_gradient)
         return (
             None if hidden_gradient is None else hidden_gradient.to(hidden.dtype),
             None if weight_gradient is None else weight_gradient.gradient,

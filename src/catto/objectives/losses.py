@@ -1,13 +1,13 @@
-"""The losses. Names are the paper's.
+"""The loss functions. They use the paper's names and symbols.
 
-Likelihood: the cross-entropy with label smoothing. DPO's loss is TRL's.
+Likelihood: cross-entropy with label smoothing. DPO's own loss comes from TRL.
 
-Calibration terms, one number per response: each compares the confidence c of a token with a target s, which is the
-surrogate z~ on a preferred response and 1 - z~ on a dispreferred one. The mean over a response's tokens comes first
-and the mean over responses later, never a token mean over the batch, so that accumulating 1 x 8 and 8 x 1 gives the
-same update.
+Calibration terms return one number per response. Each compares the confidence c of a token with a target s: the
+surrogate z~ on a preferred response and 1 - z~ on a dispreferred one. Values are first reduced over the tokens of a
+response; the mean over responses is taken later. There is no token mean over the batch, so gradient accumulation over
+1 x 8 and 8 x 1 rows gives the same update.
 
-Losses at the label: there it is known whether the answer is right, so confidence can be scored properly.
+Losses at the label: there the right answer is known, so the confidence can be scored with a proper scoring rule.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from catto.objectives.fused_head import TokenStats
 
 Reduce = Literal["mean", "sum"]
 Score = Literal["brier", "log"]
-# As in torch's own binary cross-entropy: log-probabilities below this count as this and give no gradient.
+# Log-probabilities are clamped at -100, as in torch's binary cross-entropy. Below it they have no gradient.
 LOG_FLOOR = -100.0
 
 
 def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
     """Compute the cross-entropy of each token with the target (1 - epsilon) onehot + epsilon / V.
 
-    It equals -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp), so it needs no second pass over the vocabulary.
+    It equals -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp): the token statistics suffice to compute it.
 
     Args:
         stats: Token statistics (B, T), with the extra `mean_logit` if epsilon is above 0.
@@ -98,7 +98,7 @@ def bce_loss(
 ) -> Tensor:
     """Compute the binary cross-entropy -s log c - (1 - s) log(1 - c) of each response.
 
-    The paper sums over the tokens, so a long response has more weight; `reduce="mean"` divides by their number.
+    The paper sums over tokens, so long responses weigh more. `reduce="mean"` divides by the number of tokens.
 
     Args:
         stats: Token statistics (B, T), with the extra `log_doubt`.
@@ -128,7 +128,7 @@ def bce_loss(
 
 
 def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
-    """Compute the mean |c - s| of each response. Unlike the paper's term, it is least at c = s.
+    """Compute the mean |c - s| of each response. Unlike the paper's term, it is smallest at c = s.
 
     Args:
         stats: Token statistics (B, T).
@@ -198,15 +198,15 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tens
 def outcome_loss(
     label_logprobs: Tensor, gold: Tensor, *, score: Score = "log", weights: Tensor | None = None
 ) -> Tensor:
-    """Compute a proper score of the label probabilities after sampled reasoning, one number per response.
+    """Compute a proper score of each response's label probabilities after sampled reasoning.
 
-    Both scores are least where the probabilities equal the target's expectation. Preference training makes wrong
-    answers nearly certain: there the gradient of brier vanishes, that of log does not.
+    The expectation of either score is smallest if the probabilities equal the expected target. Preference training
+    can make a wrong answer nearly certain: there the gradient of `brier` vanishes, and that of `log` does not.
 
     Args:
         label_logprobs: Full-vocabulary log-probabilities P of the labels (B, K); -inf where a row has fewer labels.
-        gold: Index of the right label (B,), or a distribution t over the labels (B, K), 0 where there is no label.
-        score: `log` is -sum_k t_k log P_k, so -log P_gold for an index. `brier` is sum_k (P_k - t_k)^2, in [0, 2].
+        gold: Index of the right label (B,), or a distribution t over the labels (B, K), which is 0 at missing labels.
+        score: `log` is -sum_k t_k log P_k, or -log P_gold for an index. `brier` is sum_k (P_k - t_k)^2, in [0, 2].
         weights: Factor of each response (B,); None means 1.
 
     Returns:
@@ -219,7 +219,7 @@ def outcome_loss(
     """
     is_distribution = gold.dim() == 2
     if score == "log" and is_distribution:
-        # A label without weight adds nothing, also where its log-probability is -inf.
+        # A label with weight 0 adds nothing; 0 * -inf would be nan.
         counted_logprobs = label_logprobs.masked_fill(gold == 0, 0.0)
         loss = -(gold * counted_logprobs).sum(-1)
     elif score == "log":
@@ -228,18 +228,18 @@ def outcome_loss(
         target = gold
         if not is_distribution:
             target = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
-        distance = label_logprobs.exp() - target
-        loss = (distance**2).sum(-1)
+        difference = label_logprobs.exp() - target
+        loss = (difference**2).sum(-1)
     if weights is None:
         return loss
     return weights * loss
 
 
 def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
-    """Compute the squared distance of the label distribution from its bin's accuracy (RCFT's ECE term).
+    """Compute RCFT's ECE term: the squared distance between the label distribution and its bin's accuracy.
 
-    With q the label-restricted softmax, c its top and a the accuracy of c's bin, it is
-    (c - a)^2 + sum_j (q_j - t_j)^2 over the other labels, with t from `spread_targets`.
+    Let q be the softmax over the labels, c its largest value and a the accuracy of c's bin. The loss is
+    (c - a)^2 + sum_j (q_j - t_j)^2, where j runs over the other labels and t comes from `spread_targets`.
 
     Args:
         label_logprobs: Log-probabilities of the labels (B, K); -inf where a row has fewer labels.
@@ -252,22 +252,30 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
     tensor([0.1800])
     """
     q = torch.log_softmax(label_logprobs, dim=-1).exp()
-    c, top = q.max(-1)
+    c, top_index = q.max(-1)
     bin_of_sample = confidence_bin(c.detach(), accuracy.shape[0])
     a = accuracy.to(q)[bin_of_sample]
-    is_empty = a.isnan()
-    a = a.masked_fill(is_empty, 0.0)
-    others = torch.isfinite(label_logprobs).scatter(-1, top.unsqueeze(-1), False)
-    targets = spread_targets(q.detach(), others, a)
+    bin_is_empty = a.isnan()
+    a = a.masked_fill(bin_is_empty, 0.0)
+    has_label = torch.isfinite(label_logprobs)
+    is_other = has_label.scatter(-1, top_index.unsqueeze(-1), False)
+    targets = spread_targets(q.detach(), is_other, a)
     distance_of_top = (c - a) ** 2
     squares = (q - targets) ** 2
-    distance_of_others = squares.masked_fill(~others, 0.0).sum(-1)
+    distance_of_others = squares.masked_fill(~is_other, 0.0).sum(-1)
     distance = distance_of_top + distance_of_others
-    return distance.masked_fill(is_empty, 0.0)
+    return distance.masked_fill(bin_is_empty, 0.0)
 
 
 def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
-    """Return the index of the right-closed equal-width bin ((m - 1) / M, m / M]; 0 falls in the first. (...) -> (...).
+    """Return the index of each confidence's equal-width bin ((m - 1) / M, m / M], with 0 in the first bin.
+
+    Args:
+        confidence: Probabilities (...).
+        bins: Number of bins M.
+
+    Returns:
+        Indices (...), from 0 to M - 1.
 
     >>> confidence_bin(torch.tensor([0.0, 0.5, 0.51, 1.0]), 2)
     tensor([0, 0, 1, 1])
@@ -276,27 +284,28 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
     return torch.bucketize(confidence.double(), edges)
 
 
-def spread_targets(q: Tensor, others: Tensor, accuracy: Tensor) -> Tensor:
-    """Spread 1 - a over the labels other than the top one, more to the likelier ones.
+def spread_targets(q: Tensor, is_other: Tensor, accuracy: Tensor) -> Tensor:
+    """Distribute the mass 1 - a over the labels other than the top one; likelier labels get more.
 
-    t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum tanh(g q)), g = ln(K - 1) / (q_1 (1 - a)), q_1 their largest.
-    a = 1 gives 0, since no mass is left; q_1 = 0 gives the uniform spread; K = 2 gives the whole of 1 - a.
+    t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum tanh(g q)), where q_1 is the largest q of these labels and
+    g = ln(K - 1) / (q_1 (1 - a)). If a = 1, all targets are 0. If q_1 = 0, they are uniform. If K = 2, the only
+    other label gets 1 - a.
 
     Args:
         q: Probabilities of the labels (B, K).
-        others: Which labels are not the top one (B, K).
+        is_other: Which labels exist and are not the top one (B, K).
         accuracy: The accuracy a of each row's bin (B,).
 
     Returns:
         Targets (B, K); 0 at the top label.
     """
-    rest = 1 - accuracy
-    count = others.sum(-1)
-    largest = q.masked_fill(~others, 0.0).amax(-1)
-    divisor = (largest * rest).clamp(min=torch.finfo(q.dtype).tiny)
+    mass = 1 - accuracy
+    count = is_other.sum(-1)  # K - 1
+    largest = q.masked_fill(~is_other, 0.0).amax(-1)
+    divisor = (largest * mass).clamp(min=torch.finfo(q.dtype).tiny)  # keeps the gain finite
     gain = torch.log(count.to(q.dtype)) / divisor
-    tanh_term = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~others, 0.0)
+    tanh_term = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~is_other, 0.0)
     total = count + tanh_term.sum(-1)
     share = (1 + tanh_term) / total.unsqueeze(-1)
-    targets = rest.unsqueeze(-1) * share
-    return targets.masked_fill(~others, 0.0)
+    targets = mass.unsqueeze(-1) * share
+    return targets.masked_fill(~is_other, 0.0)

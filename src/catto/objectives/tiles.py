@@ -1,7 +1,7 @@
-"""The logits in tiles: how large a tile is, in which precision it is multiplied, and one pass over all of them.
+"""Compute logits in tiles: the shape of a tile, the precision of its matrix products, and one pass over all tiles.
 
-On a CPU products are fp32. On a GPU they take the weight's 16-bit numbers and give fp32 results, which is exact for
-each pair of numbers and an order of magnitude faster.
+On a CPU, products are computed in fp32. On a GPU, they multiply 16-bit inputs and return fp32 results. The product of
+two 16-bit numbers is exact in fp32, and this is an order of magnitude faster.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-# 4,096 columns x 1,024 tokens of fp32 are 16 MB: on a CPU larger tiles are not faster.
+# Default columns and rows of a tile on a CPU: 16 MB in fp32. Larger tiles are not faster there.
 TILE = 4096
 TOKENS = 1024
-# Devices whose products of 16-bit numbers come out in fp32 (`out_dtype` of `torch.mm`). A CPU has no such product.
+# Device types on which `torch.mm` can multiply 16-bit matrices into an fp32 result (`out_dtype`).
 MIXED_PRODUCTS = {"cuda"}
 Precision = Literal["auto", "fp32"]
 
 
 class LogitSpec(NamedTuple):
-    """How logits follow from the product y, z = softcap tanh(scale y / softcap) / temperature, and what to compute."""
+    """How to compute the logits z from the products y, and which optional statistics to compute.
+
+    z = softcap tanh(scale y / softcap) / temperature, or z = scale y / temperature without a soft cap.
+    """
 
     softcap: float | None
     scale: float
@@ -32,7 +35,7 @@ class LogitSpec(NamedTuple):
     rows_per_tile: int
     columns_per_tile: int
     extras: frozenset[str]
-    product_dtype: torch.dtype  # of the inputs of the products
+    product_dtype: torch.dtype  # dtype of the inputs of the matrix products
 
 
 class Tile(NamedTuple):
@@ -41,21 +44,24 @@ class Tile(NamedTuple):
     rows: slice
     columns: slice
     logits: Tensor  # (rows, columns)
-    weight: Tensor | None  # (columns, H): the part of the head that made them; None where logits were given
+    weight: Tensor | None  # (columns, H): the rows of the head that gave them; None if logits were passed in
 
 
 def split_range(length: int, step: int) -> Iterator[slice]:
-    """Cut [0, length) into slices; an empty range is one empty slice, so that an all-masked batch keeps its graph."""
+    """Split [0, length) into slices.
+
+    An empty range gives one empty slice, so that a fully masked batch still has an autograd graph.
+    """
     for start in range(0, max(length, 1), step):
         yield slice(start, min(start + step, length))
 
 
 def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | None = None) -> tuple[int, int]:
-    """Choose the rows and columns of a tile.
+    """Choose the shape of a tile.
 
-    On a GPU a tile is as large as memory allows, since every tile costs its launches. It holds all tokens, so that the
-    weight's gradient is a sum of one product. It takes a 256th of the device's memory, but at most an eighth of the
-    vocabulary: with its temporaries it stays below a tenth of what dense logits need.
+    On a GPU tiles are large, since every tile costs kernel launches. A tile has all tokens as rows, so each part of
+    the weight's gradient is a single product. Its columns fill a 256th of the device's memory, but at most an eighth
+    of the vocabulary: with its temporaries, a tile needs less than a tenth of the memory of dense logits.
 
     Args:
         tokens: Number of tokens.
@@ -64,7 +70,7 @@ def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | N
         tile: Number of columns; None chooses it.
 
     Returns:
-        Rows and columns.
+        Number of rows and number of columns.
     """
     if tile is not None:
         return TOKENS, tile
@@ -88,14 +94,17 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Return the device's memory in bytes; that of a modest GPU if it is unknown."""
+    """Return the device's memory in bytes; 16 GiB, a modest GPU, if it is unknown."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).total_memory
     return 16 * 2**30
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    """Return at least fp32: bf16 statistics move a two-label confidence by up to 1.5 points."""
+    """Return float64 for a float64 tensor, and fp32 for any other.
+
+    Statistics in bf16 would change a two-label confidence by up to 1.5 points.
+    """
     if tensor.dtype == torch.float64:
         return torch.float64
     return torch.float32
@@ -104,29 +113,30 @@ def statistics_dtype(tensor: Tensor) -> torch.dtype:
 def product_dtype(hidden: Tensor, weight: Tensor | None, precision: Precision = "auto") -> torch.dtype:
     """Return the dtype to which hidden states, weights and the logits' gradient are rounded before a product.
 
-    If the device gives products of 16-bit numbers in fp32, it is the weight's dtype, or autocast's if the weight is
-    fp32. A product of bf16 numbers is exact in fp32, so the logits of a bf16 model lose nothing, at many times the
-    speed. On other devices, and with `precision="fp32"`, it is the dtype of the statistics.
+    If the device can multiply 16-bit matrices into fp32, it is the weight's dtype, or autocast's if the weight is
+    fp32. The product of two bf16 numbers is exact in fp32, so the logits of a bf16 model lose no precision. On other
+    devices, and with `precision="fp32"`, it is the dtype of the statistics.
     """
-    full = statistics_dtype(hidden)
+    full_precision = statistics_dtype(hidden)
     device = hidden.device.type
     if weight is None or device not in MIXED_PRODUCTS:
-        return full
-    if precision == "fp32" or full == torch.float64:
-        return full
+        return full_precision
+    if precision == "fp32" or full_precision == torch.float64:
+        return full_precision
     dtype = weight.dtype
     if dtype == torch.float32 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     if dtype in (torch.bfloat16, torch.float16):
         return dtype
-    return full
+    return full_precision
 
 
 @cache
 def cpu_bf16_slowdown() -> float:
-    """Measure the time of a bf16 product on this processor as a multiple of the fp32 product's, with one thread.
+    """Measure how many times as long a bf16 product takes on this processor as an fp32 product, with one thread.
 
-    Having bf16 instructions does not make it fast: with AVX-512's, and without AMX's, it took 1.7 times as long.
+    A processor with bf16 instructions is not always faster: with AVX-512's but without AMX's, it took 1.7 times as
+    long.
     """
 
     def seconds(dtype: torch.dtype) -> float:
@@ -137,7 +147,7 @@ def cpu_bf16_slowdown() -> float:
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """Compute out = a @ b, or out += a @ b. 16-bit inputs give fp32 results that were never rounded to 16 bits."""
+    """Compute out = a @ b, or out += a @ b if `add`. Results of 16-bit inputs are never rounded to 16 bits."""
     options: dict[str, Any] = {}
     if a.dtype != out.dtype:
         options["out_dtype"] = out.dtype
@@ -150,16 +160,16 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, spec: LogitSpec) -> Iterator[Tile]:
     """Yield every tile of the logits: all rows with the first columns, then all rows with the next columns.
 
-    All tiles share one buffer, so a tile is valid until the next one is asked for. The consumer may overwrite it.
+    All tiles share one buffer, so a tile is valid only until the next one is requested. The caller may overwrite it.
     """
     dtype = statistics_dtype(hidden)
-    rounded = hidden if weight is None else hidden.to(spec.product_dtype)
+    rounded_hidden = hidden if weight is None else hidden.to(spec.product_dtype)
     rows_per_tile = min(spec.rows_per_tile, len(hidden))
     columns_per_tile = min(spec.columns_per_tile, spec.vocabulary)
-    # One buffer for all tiles: a fresh one each costs its page faults again, 8 % of the time of a pass on a CPU.
+    # A new buffer for every tile would cost page faults: 8 % of the time of a pass on a CPU.
     buffer = hidden.new_empty(rows_per_tile, columns_per_tile, dtype=dtype)
     factor = spec.scale / spec.temperature
-    if spec.softcap is not None:  # the scale is inside the tanh
+    if spec.softcap is not None:  # the scale is applied inside the tanh
         factor = spec.softcap / spec.temperature
     for columns in split_range(spec.vocabulary, spec.columns_per_tile):
         weight_part = None if weight is None else weight[columns].to(spec.product_dtype)
@@ -168,7 +178,7 @@ def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sp
             if weight_part is None:
                 z.copy_(hidden[rows, columns])
             else:
-                multiply(z, rounded[rows], weight_part.T)
+                multiply(z, rounded_hidden[rows], weight_part.T)
             if bias is not None:
                 z.add_(bias[columns].to(dtype))
             if spec.softcap is not None:
@@ -179,7 +189,13 @@ def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sp
 
 
 def locate_tokens(tokens: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return whether each token id is in the tile, and its column there (any column of the tile if it is not)."""
+    """Locate token ids in the columns of a tile.
+
+    Returns:
+        Whether each token is in the tile, and its column there; an arbitrary valid column if it is not.
+    """
     offset = tokens - columns.start
-    column = offset.clamp(0, columns.stop - columns.start - 1)
-    return offset == column, column
+    last_column = columns.stop - columns.start - 1
+    column = offset.clamp(0, last_column)
+    is_inside = offset == column  # clamping changes every other offset
+    return is_inside, column
