@@ -122,7 +122,7 @@ def test_generated_answers_of_lm_eval_need_a_named_confidence(tmp_path: Path, ca
     row = lm_eval(0, [-1.0], "red", 0.0) | {"filtered_resps": ["red"], "metrics": ["exact_match"], "exact_match": 1.0}
     path = write_lines(tmp_path / "s.jsonl", [row | {"doc": {"sure": 0.7}}])
     error = run(capsys, "measure", path).err
-    assert error.startswith(f"catto: {path} row 1: filtered_resps holds texts, no log-likelihoods: name a confidence")
+    assert error.startswith(f"catto: {path} row 1: filtered_resps has texts instead of log-likelihoods: name a")
     assert read(path, confidence="doc.sure") == ([0.7], [True], ["0"])
 
 
@@ -209,7 +209,7 @@ def test_a_sampled_answer_is_looked_up_where_the_log_holds_the_likeliest_token(t
     tokens[2] = token(" A", 0.7, _A=0.7, _B=0.2)
     assert read(write_lines(tmp_path / "log.jsonl", [row]))[0] == pytest.approx([0.2], abs=1e-15)
     tokens[2] = token(" A", 0.7, _A=0.7)
-    with pytest.raises(DataError, match="row 1: logprobs: the tokens say 'A', the answer is 'B'"):
+    with pytest.raises(DataError, match="row 1: logprobs: the tokens say 'A', but the graded answer 'B'"):
         read(write_lines(tmp_path / "log.jsonl", [row]))
 
 

@@ -93,7 +93,7 @@ def test_a_task_that_generates_text_is_left_out_with_a_reason(tmp_path: Path) ->
     assert [part.name for part in harness.parts] == ["law"]
     [problem] = harness.problems
     assert problem.startswith("gsm8k is left out: ")
-    assert "holds texts" in problem
+    assert "has texts" in problem
 
 
 def test_lengths_of_choices_count_if_asked(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Rows of answers, whichever tool wrote them: catto, lm-evaluation-harness, inspect_ai, HELM, chat completions, uqlm.
+"""Read rows of answers from any tool: catto, lm-evaluation-harness, inspect_ai, HELM, chat completions, uqlm.
 
 Each tool has a module, whose reader turns one record of a log into catto's own fields: question, confidence, label,
-gold, correct, label_logprobs. What a log does not hold is left out. The record's own fields stay available below them,
-so that they can be named as columns.
+gold, correct, label_logprobs. Fields that a log does not contain are left out. The record's own fields stay available,
+so that the user can name them as columns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from catto.io.tables import read_rows
 
 
 class LogFormat(NamedTuple):
-    """The log of a tool.
+    """How to recognise and read the logs of a tool.
 
     Attributes:
-        is_written_by_tool: Whether a file whose first record is this one is a log of the tool.
+        is_written_by_tool: First record of a file -> whether the tool wrote the file.
         read_record: (record, names, labels of the file) -> catto's own fields. Only "openai" needs the labels. It
-            raises KeyError, ValueError, TypeError, AttributeError or IndexError for another record.
+            raises KeyError, ValueError, TypeError, AttributeError or IndexError for a record that it cannot read.
     """
 
     is_written_by_tool: Callable[[Fields], bool]
@@ -48,7 +48,7 @@ LOG_FORMATS = {
 def find_format(first: Fields, names: ColumnNames) -> str:
     """Return the name of the tool that wrote a file with this first row.
 
-    A table with the column `confidence` is catto's own, and so is one that no tool is known to write.
+    A table with the column `confidence` is in catto's own format, and so is a table that matches no tool.
     """
     if names.format != "auto":
         return names.format
@@ -65,14 +65,15 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
 
     Args:
         path: A log of inspect_ai that ends in `.eval`, or any file that `read_rows` reads.
-        names: The columns and the tool that the user named. If `names.format` is "auto", the first row shows the tool.
+        names: The columns and the tool that the user named. If `names.format` is "auto", the first row determines the
+            tool.
 
     Yields:
-        (row number, fields). For the log of another tool, these are catto's own fields. The record's fields stay
-        visible below them, so that the user can name any of them as a column.
+        (row number, fields). For the log of another tool, these are catto's own fields. The fields of the record follow
+        them in a ChainMap, so that the user can name any of them as a column.
 
     Raises:
-        DataError: While iterating: the file cannot be read, or a row is no record of the tool.
+        DataError: While iterating: the file cannot be read, or a row is not a record of the tool.
     """
     is_inspect_archive = path.suffix.lower() == ".eval"
     rows = read_samples(path) if is_inspect_archive else read_rows(path)
@@ -87,7 +88,7 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
         return
     labels: list[str] = []
     if tool == "openai" and names.gold is not None:
-        # A completion does not name its labels. Only the right answers of the whole file show which there are.
+        # A completion does not list the labels. They are collected from the right answers of the whole file.
         records = list(records)
         labels = list_labels(path, records, names.gold)
     for row, record in records:
@@ -116,7 +117,10 @@ def _read_log_record(
 
 
 def _require_one_filter(path: Path, row: int, record: Fields, first: Fields) -> None:
-    """Raise DataError for a second filter of lm-evaluation-harness, whose lines repeat the questions of the first."""
+    """Raise DataError if a row was made by a different filter of lm-evaluation-harness than the first row.
+
+    The lines of a second filter repeat the questions of the first one.
+    """
     first_filter = first.get("filter")
     this_filter = record.get("filter")
     if this_filter != first_filter:

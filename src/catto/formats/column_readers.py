@@ -1,4 +1,4 @@
-"""How a column of answers is read: cell by cell, or at once from an Arrow table."""
+"""Read columns of answers: cell by cell, or all cells at once from an Arrow table."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from catto.metrics.binning import Bools, Floats
 
 
 class ColumnReader(NamedTuple):
-    """How a column is read.
+    """The two ways to read a column.
 
     Attributes:
-        read_cell: (name, fields of a row) -> value, or ValueError.
-        read_column: Arrow column -> all values, equal to those of `read_cell`; None if a cell needs `read_cell`.
+        read_cell: (column name, fields of a row) -> value. It raises ValueError for a bad cell.
+        read_column: Arrow column -> all values, the same as from `read_cell`. None if a cell needs `read_cell`.
     """
 
     read_cell: Callable[[str, Fields], Any]
@@ -32,12 +32,12 @@ class ColumnReader(NamedTuple):
 
 
 def _read_probabilities(column: Any) -> Floats | None:
-    """Return numbers in [0, 1], also from their texts, (N,); None if a cell holds anything else."""
+    """Return the numbers in [0, 1] of a column of numbers or texts, (N,); None if a cell contains anything else."""
     if str(column.type) not in ("double", "int64", "string"):
         return None
     try:
         values: Floats = column.cast("double").to_numpy()
-    except ValueError:  # the base class of Arrow's error for a text that is no number
+    except ValueError:  # the base class of Arrow's error for a text that is not a number
         return None
     if not ((values >= 0) & (values <= 1)).all():
         return None
@@ -45,9 +45,9 @@ def _read_probabilities(column: Any) -> Floats | None:
 
 
 def _read_truths(column: Any) -> Bools | None:
-    """Return booleans, also from 0, 1 and the words for them, (N,); None if a cell holds anything else.
+    """Return booleans, also from 0, 1 and TRUTH_OF_WORD, (N,); None if a cell contains anything else.
 
-    The column has no nulls: `read_plain_table` refuses them.
+    The column has no nulls: `read_plain_table` rejects them.
     """
     encoded = column.combine_chunks().dictionary_encode()
     words = [str(value).strip().lower() for value in encoded.dictionary.to_pylist()]
@@ -59,9 +59,9 @@ def _read_truths(column: Any) -> Bools | None:
 
 
 def _read_texts(column: Any) -> list[str] | None:
-    """Return texts, also from whole numbers; None if one is empty, padded, or a number such as 1.0.
+    """Return texts, also from whole numbers; None if a text is empty, padded, or a number such as 1.0.
 
-    `text_of` refuses or changes such a text, and this function does neither.
+    `text_of` rejects or changes such texts, which this function cannot do.
     """
     from pyarrow import compute
 
@@ -70,20 +70,20 @@ def _read_texts(column: Any) -> list[str] | None:
         column = column.cast("string")
     elif kind != "string":
         return None
-    # An empty text, white space at an end, or a point that only zeros follow.
+    # Matches an empty text, white space at either end, and a final point with or without zeros.
     needs_cell = compute.match_substring_regex(column, r"^$|^\s|\s$|\.0*$")
     is_ascii = compute.all(compute.string_is_ascii(column)).as_py()
     if compute.any(needs_cell).as_py():
         return None
     texts: list[str] = column.to_pylist()
-    # Arrow's pattern knows only ASCII white space.
+    # Arrow's regular expressions match only ASCII white space.
     if not is_ascii and any(text != text.strip() for text in texts):
         return None
     return texts
 
 
 def _read_nothing(_: Any) -> None:
-    """Return None: every cell needs `read_cell`."""
+    """Return None, because every cell needs `read_cell`."""
 
 
 def _read_any_text(name: str, fields: Fields) -> str:
@@ -99,7 +99,7 @@ SOURCE = ColumnReader(_read_any_text, _read_texts)
 
 
 def read_table_columns(table: Any, wanted: Mapping[str, tuple[ColumnReader, str]]) -> dict[str, Any] | None:
-    """Read columns of an Arrow table at once.
+    """Read whole columns of an Arrow table.
 
     Args:
         table: A `pyarrow.Table` without nulls.

@@ -1,4 +1,4 @@
-"""The fields of a row of answers: which columns hold them, and how a cell is read."""
+"""The column names of a file of answers, and the functions that read its cells."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ColumnNames:
     Attributes:
         confidence: The probability of the answer.
         correct: Whether the answer is right.
-        by: The column whose values are the slices of the file.
+        by: The column that splits the file into slices, one per value.
         prediction: The answer; None means `label`.
         gold: The right answer; None means `gold`.
-        positive: The label, of two, whose probability the confidence is.
+        positive: The one of two labels whose probability is in the column `confidence`.
         format: The tool that wrote the file.
-        length_normalised: Whether to divide log-likelihoods by the length of their choices.
+        length_normalised: Whether to divide the log-likelihood of each choice by its number of characters.
         question: The id of the question; None means the first of QUESTION_COLUMNS in the file.
     """
 
@@ -54,20 +54,20 @@ class ColumnNames:
 
 
 def probability_of(name: str, fields: Fields) -> float:
-    """Return a number in [0, 1], also from its text; raise ValueError for anything else."""
+    """Return a number in [0, 1], also if it is written as text; raise ValueError for anything else."""
     value = find_field(fields, name)
     number = _convert_number(value)
     if not 0 <= number <= 1:
-        hint = _number_hint(value, number)
+        hint = _suggest_fix(value, number)
         raise ValueError(f"{name}: expected a number in [0, 1], got {reprlib.repr(value)}{hint}")
     return number
 
 
 def _convert_number(value: Any) -> float:
-    """Return the number that a cell holds, nan if it holds none."""
+    """Return the number in a cell, or nan if it does not contain one."""
     if isinstance(value, bool):
         return nan
-    if isinstance(value, str) and "_" in value:  # Python alone reads 1_0 as a number
+    if isinstance(value, str) and "_" in value:  # only Python accepts 1_0 as a number
         return nan
     try:
         return float(value)
@@ -75,12 +75,12 @@ def _convert_number(value: Any) -> float:
         return nan
 
 
-def _number_hint(value: object, number: float) -> str:
-    """Return a hint on a value that is no probability, empty if there is none.
+def _suggest_fix(value: object, number: float) -> str:
+    """Suggest how to fix a value that is not a probability; empty if there is no suggestion.
 
     Args:
         value: The value in the file.
-        number: The same as a number, nan if it is none.
+        number: The value as a number, nan if it is not one.
     """
     text = str(value).strip()
     if not text:
@@ -107,7 +107,7 @@ def truth_of(name: str, fields: Fields) -> bool:
 
 
 def text_of(name: str, fields: Fields) -> str:
-    """Return an id or a label as text; a number is one too, and 1.0 is the same as 1.
+    """Return an id or a label as text; numbers are accepted, and 1.0 becomes 1.
 
     Raises:
         ValueError: The field is missing, empty or nested.
@@ -123,7 +123,7 @@ def text_of(name: str, fields: Fields) -> str:
 
 
 def _normalise_label(text: str) -> str:
-    """Return a label as it is compared: without white space around it, a whole number without decimals."""
+    """Return a label in the form used for comparisons: without surrounding white space, and with 1.0 written as 1."""
     return re.sub(r"^(-?\d+)\.0+$", r"\1", text.strip())
 
 
@@ -131,14 +131,14 @@ def logprob_of(value: object, name: str) -> float:
     """Return a log-probability; rounding noise above 0 counts as 0.
 
     Args:
-        value: The value in the file; it must be a number, minus infinity included.
-        name: The field, for the message.
+        value: The value in the file. It must be a number; minus infinity is allowed.
+        name: The field, for error messages.
 
     Returns:
         A number of at most 0.
 
     Raises:
-        ValueError: The value is a text, a boolean, NaN, or above the noise of float32.
+        ValueError: The value is not a number, or it exceeds 0 by more than the rounding noise of float32.
 
     >>> logprob_of(1e-7, "logprob")
     0.0
@@ -146,7 +146,7 @@ def logprob_of(value: object, name: str) -> float:
     expected = f"{name}: expected a log-probability of at most 0, got {reprlib.repr(value)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(expected)
-    if not value <= LOGPROB_NOISE:  # NaN is not at most anything
+    if not value <= LOGPROB_NOISE:  # True for NaN, too
         raise ValueError(expected)
     try:
         return min(float(value), 0.0)
@@ -158,7 +158,7 @@ def logprobs_of(fields: Fields) -> dict[str, float]:
     """Return `label_logprobs`: label -> log-probability, finite and at most 0 (rounding noise counts as 0).
 
     Raises:
-        ValueError: The field is missing or empty, a number is out of range, or two labels are the same: 1 and 1.0.
+        ValueError: The field is missing or empty, a number is out of range, or two labels are equal, such as 1 and 1.0.
     """
     logprobs = find_field(fields, "label_logprobs")
     if not isinstance(logprobs, dict) or not logprobs:
@@ -175,9 +175,9 @@ def logprobs_of(fields: Fields) -> dict[str, float]:
 
 
 def answer_of(name: str, fields: Fields) -> str | None:
-    """Return the label of the answer; None for an empty cell, an answer that could not be parsed.
+    """Return the label of the answer; None for an empty cell, which means that no answer could be parsed.
 
-    A row without the field `label` answers with the likeliest label of its `label_logprobs`.
+    If a row has no field `label`, its answer is the likeliest label in `label_logprobs`.
 
     Raises:
         ValueError: The field is missing or nested.

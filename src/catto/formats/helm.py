@@ -1,4 +1,4 @@
-"""Logs of HELM: entries of `per_instance_stats.json`."""
+"""Read the logs of HELM: the entries of `per_instance_stats.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_helm(record: Fields) -> bool:
     return {"instance_id", "stats"} <= record.keys()
 
 
-def read_helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+def read_helm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
     """Read an entry of `per_instance_stats.json`.
 
     Args:
@@ -21,11 +21,11 @@ def read_helm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str,
         names: The columns the user named.
 
     Returns:
-        Every statistic by its name, and `question`, `correct`, `perturbation` and `confidence`. `exact_match` is the
-        default grade, `max_prob` the default confidence.
+        Every statistic under its own name, and `question`, `correct`, `perturbation` and `confidence`. The default
+        grade is `exact_match`; the default confidence is `max_prob`.
 
     Raises:
-        KeyError: A field is missing, or `max_prob` if the user named no confidence.
+        KeyError: A field is missing. `max_prob` is required only if the user named no confidence.
     """
     answer: dict[str, Any] = {}
     for statistic in record["stats"]:

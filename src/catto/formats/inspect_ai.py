@@ -1,4 +1,4 @@
-"""Logs of inspect_ai: `.eval` files, which are zip files of JSON files, and their samples."""
+"""Read the logs of inspect_ai: `.eval` files, which are zip archives of JSON files."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from catto.formats.token_labels import read_label_token
 from catto.io.tables import Rows, check_finished
 from catto.io.text_files import MOST_JSON_BYTES, check_value_count, open_input, parse_object
 
-ZSTANDARD = 93  # the zip method that Python's zipfile knows from 3.14 on
+ZSTANDARD = 93  # a compression method that Python's zipfile supports only from 3.14 on
 HEADER = "header.json"
-CHUNK_BYTES = 1 << 20  # of a packed file, unpacked at a time
-# What inspect_ai writes for right, wrong and no answer; its "P", partly right, is neither.
+CHUNK_BYTES = 1 << 20  # decompressed at a time
+# inspect_ai's grades for a right, a wrong and a missing answer. Its "P", partially right, has no boolean value.
 INSPECT_VALUES = {"C": True, "I": False, "N": False}
-# What catto's scorer stores in the metadata of a score next to the confidence.
+# Fields that catto's scorer stores next to the confidence in the metadata of a score.
 STATED_WITH_CONFIDENCE = ("source", "label_logprobs")
 SENTENCEPIECE_SPACE = "\u2581"
 
 
 def _map_characters_to_bytes() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 assigned them.
+    """Map each character of a byte-level vocabulary to its byte, as GPT-2 does.
 
-    Printable characters of Latin-1 stand for themselves, the other bytes for the characters from 256 on.
+    A printable Latin-1 character encodes its own byte. The other bytes are encoded as the characters from 256 on.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1)}
     printable |= set(range(ord("\u00ae"), ord("\u00ff") + 1))
@@ -53,13 +53,13 @@ def is_inspect(record: Fields) -> bool:
 
 
 def read_samples(path: Path) -> Rows:
-    """Yield the samples of a log of inspect_ai, a zip file of JSON files packed by deflate or Zstandard.
+    """Yield the samples of an inspect_ai log, a zip archive of JSON files compressed with deflate or Zstandard.
 
     Args:
         path: The `.eval` file.
 
     Yields:
-        (number from 1, sample); nothing if the log has no samples.
+        (sample number from 1, sample); nothing if the log has no samples.
 
     Raises:
         DataError: While iterating: the file is broken or too large, or the run failed or did not finish.
@@ -68,12 +68,9 @@ def read_samples(path: Path) -> Rows:
         try:
             with zipfile.ZipFile(file) as log:
                 _check_header(path, file, log)
-                number = 0
-                for member in log.infolist():
-                    if not member.filename.startswith("samples/"):
-                        continue
-                    number += 1
-                    text = _unpack_member(path, number, file, log, member).decode()
+                members = [member for member in log.infolist() if member.filename.startswith("samples/")]
+                for number, member in enumerate(members, 1):
+                    text = _decompress_member(path, number, file, log, member).decode()
                     check_value_count(path, number, text)
                     yield number, parse_object(path, number, text)
         except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, NotImplementedError) as error:
@@ -81,42 +78,43 @@ def read_samples(path: Path) -> Rows:
 
 
 def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
-    """Refuse the log of a run that failed or did not finish: raise DataError.
+    """Raise DataError if the run failed or did not finish.
 
-    inspect_ai writes the header at the end of a run. Until then the log has a journal instead.
+    inspect_ai writes the header at the end of a run. Until then, the log has a journal instead.
     """
     names = log.namelist()
     if HEADER in names:
         member = log.getinfo(HEADER)
-        text = _unpack_member(path, None, file, log, member).decode()
+        text = _decompress_member(path, None, file, log, member).decode()
         check_finished(path, parse_object(path, 1, text))
     elif any(name.startswith("_journal/") for name in names):
         check_finished(path, {"status": "started"})
 
 
-def _unpack_member(
+def _decompress_member(
     path: Path, row: int | None, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> bytes:
     """Return the content of a file inside a log.
 
-    The sizes that the log states may be wrong, so the unpacked bytes are counted.
+    The sizes that the archive states may be wrong, so the decompressed bytes are counted.
 
     Args:
         path: The log, for error messages.
         row: The number of the sample, for error messages; None for the header.
-        file: The open log, which zipfile reads too.
-        log: The same as a zip file.
+        file: The open log; `log` reads from the same file object.
+        log: The log, opened as a zip archive.
         member: The file inside the log.
 
     Raises:
-        DataError: It is packed by another method, or is too large when unpacked.
+        DataError: The compression method is not supported, or the decompressed content is too large.
     """
     if member.compress_type == ZSTANDARD:
         stream = _open_zstandard(file, member)
     elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         stream = log.open(member)
-    else:  # of other methods, zipfile unpacks all that it has read at once, however much that is
-        raise DataError(path, row, f"packed by method {member.compress_type}, expected deflate or Zstandard")
+    else:  # for other methods, zipfile decompresses everything it has read in one go, with no limit
+        method = member.compress_type
+        raise DataError(path, row, f"compressed with method {method}, expected deflate or Zstandard")
     content = bytearray()
     with stream:
         while True:
@@ -129,68 +127,86 @@ def _unpack_member(
 
 
 def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
-    """Return a stream of the content of a file packed by Zstandard; it moves the position of the open log."""
+    """Return a stream that decompresses a file compressed with Zstandard.
+
+    The compressed bytes are read from the open log, which moves its position.
+    """
     import pyarrow as arrow
 
     file.seek(member.header_offset)
-    # A local header has 30 bytes. Its last two numbers are the lengths of the name and the extra field that follow it.
+    # A local header has 30 bytes. It ends in the lengths of the name and of the extra field, which follow the header.
     header = file.read(30)
     if len(header) < 30:
-        raise zipfile.BadZipFile("a file lies behind the end")
+        raise zipfile.BadZipFile("a file starts beyond the end of the archive")
     name_length, extra_length = struct.unpack("<HH", header[26:])
     file.seek(name_length + extra_length, os.SEEK_CUR)
-    packed = file.read(member.compress_size)
-    return arrow.input_stream(arrow.py_buffer(packed), compression="zstd")
+    compressed = file.read(member.compress_size)
+    return arrow.input_stream(arrow.py_buffer(compressed), compression="zstd")
 
 
-def read_inspect(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
-    """Read a sample: the confidence in the metadata of the score, or the probability of the answer's token.
+def read_inspect(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
+    """Read a sample.
+
+    The confidence is the one in the metadata of the score, or else the probability of the answer's token.
 
     Args:
         record: The sample.
         names: The columns the user named. `correct` chooses among several scorers.
 
     Returns:
-        catto's own fields. The grade is in the column `names.correct`. Without both sources of a confidence there is
-        none, and the user must have named another column.
+        catto's own fields. The grade is in the column `names.correct`. If a sample has neither source of a
+        confidence, `confidence` is missing, and the user must have named a different column.
 
     Raises:
         KeyError: A field is missing.
         ValueError: No score can be chosen, or the confidence is missing or cannot be read.
     """
     score = _choose_score(record, names)
-    value = score["value"]
-    graded_label = score.get("answer") or None
-    answer: dict[str, Any] = {"question": str(record["id"])}
-    answer[names.correct] = INSPECT_VALUES.get(str(value), value)
-    if graded_label is not None:
-        answer["label"] = graded_label
-    target = record.get("target")
-    if isinstance(target, str):  # a list holds several right answers, of which none is the gold label
-        answer["gold"] = target
-
+    answer = _read_grade(record, score, names.correct)
     metadata = score.get("metadata") or {}
-    stated_confidence = metadata.get("confidence")
-    if stated_confidence is not None:
-        answer["confidence"] = stated_confidence
-        is_from_cattos_scorer = metadata.get("source") in ("free", "plain", "fallback")
-        if is_from_cattos_scorer:
-            answer |= {name: metadata[name] for name in STATED_WITH_CONFIDENCE if name in metadata}
-        return answer
+    if metadata.get("confidence") is not None:
+        return answer | _read_stated_confidence(metadata)
+
     tokens = _find_reply_tokens(record)
     if tokens:
         labels = _list_choice_labels(record)
-        if not labels:  # an open question, whose only label is the answer
+        if not labels:  # an open question: the answer is its only label
             labels = [str(score.get("answer"))]
         reply = read_message_text(record["output"]["choices"][0]["message"]["content"])
+        graded_label = score.get("answer") or None
         return answer | read_reply_tokens(tokens, reply, labels, graded_label)
     if names.confidence == "confidence":
-        raise ValueError("neither scores hold metadata.confidence nor output.choices.0 logprobs: name a --confidence")
+        raise ValueError(
+            "found neither metadata.confidence in scores nor logprobs in output.choices.0: name a --confidence"
+        )
     return answer
 
 
+def _read_grade(sample: Fields, score: Fields, correct_name: str) -> dict[str, Any]:
+    """Return the question, its grade in the field `correct_name`, and the graded label and the gold label if known."""
+    value = score["value"]
+    graded_label = score.get("answer") or None
+    answer: dict[str, Any] = {"question": str(sample["id"])}
+    answer[correct_name] = INSPECT_VALUES.get(str(value), value)
+    if graded_label is not None:
+        answer["label"] = graded_label
+    target = sample.get("target")
+    if isinstance(target, str):  # a list has several right answers, none of which is the gold label
+        answer["gold"] = target
+    return answer
+
+
+def _read_stated_confidence(metadata: Fields) -> dict[str, Any]:
+    """Return the confidence in the metadata of a score, and the fields that catto's scorer stores next to it."""
+    stated: dict[str, Any] = {"confidence": metadata["confidence"]}
+    is_from_cattos_scorer = metadata.get("source") in ("free", "plain", "fallback")
+    if is_from_cattos_scorer:
+        stated |= {name: metadata[name] for name in STATED_WITH_CONFIDENCE if name in metadata}
+    return stated
+
+
 def read_message_text(content: object) -> str:
-    """Return the text of a message, whose content is a text or a list of parts; empty for any other content."""
+    """Return the text of a message's content, a string or a list of parts; empty for any other content."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -205,16 +221,16 @@ def read_message_text(content: object) -> str:
 def read_reply_tokens(
     tokens: Sequence[Fields], reply: str, labels: Sequence[str], graded_label: str | None
 ) -> dict[str, Any]:
-    """Read the probability of the answer in the tokens of a reply, as `read_label_token` does.
+    """Read the probability of the answer from the tokens of a reply, as `read_label_token` does.
 
-    inspect_ai's own Transformers engine logs tokens as the vocabulary writes them, and for a reply in a batch also
-    what follows its end, up to the length of the longest reply. Both are repaired first.
+    inspect_ai's own Transformers engine logs tokens in the form of the vocabulary. For a reply in a batch, it also logs
+    the tokens after the end, up to the length of the longest reply. Both are corrected first.
 
     Args:
         tokens: The logged tokens of the reply.
         reply: The text of the reply.
-        labels: The labels of the question; a single one means an open answer.
-        graded_label: The answer that was graded; None if the reply gives none.
+        labels: The labels of the question; a single label means an open answer.
+        graded_label: The answer that was graded; None if the reply gives no answer.
 
     Returns:
         `label`, `confidence` and `source`, and `label_logprobs` if all labels have one.
@@ -223,15 +239,15 @@ def read_reply_tokens(
         ValueError: See `read_label_token`.
     """
     decoded = _decode_tokens(tokens)
-    tokens_of_reply = _drop_tokens_after(decoded, reply)
+    tokens_of_reply = _drop_tokens_after_reply(decoded, reply)
     return read_label_token(tokens_of_reply, labels, graded_label)
 
 
 def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
-    """Return tokens with their text.
+    """Convert tokens in the form of the vocabulary to text.
 
-    Tokens in the form of the vocabulary are told by their "bytes": of some token, one is above 255. All tokens of a
-    reply have the same form.
+    All tokens of a reply have the same form. In the form of the vocabulary, the "bytes" of at least one token contain a
+    number above 255.
     """
     are_texts = all(max(token.get("bytes") or (0,)) < 256 for token in tokens)
     if are_texts:
@@ -248,7 +264,7 @@ def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
 def decode_vocabulary_form(token: str) -> str:
     """Return the text of a token of a byte-level or SentencePiece vocabulary.
 
-    An incomplete character becomes \ufffd. A token of neither kind is returned as it is.
+    An incomplete character becomes \ufffd. A token of neither kind is returned unchanged.
 
     >>> decode_vocabulary_form("\u0120B"), decode_vocabulary_form("\u2581B"), decode_vocabulary_form("<|im_end|>")
     (' B', ' B', '<|im_end|>')
@@ -264,8 +280,8 @@ def decode_vocabulary_form(token: str) -> str:
     return content.decode(errors="replace")
 
 
-def _drop_tokens_after(tokens: Sequence[Fields], reply: str) -> Sequence[Fields]:
-    """Return the tokens up to the end of the reply; all of them if they do not begin with it."""
+def _drop_tokens_after_reply(tokens: Sequence[Fields], reply: str) -> Sequence[Fields]:
+    """Return the tokens up to the end of the reply; all tokens if their text does not begin with the reply."""
     text = "".join(token["token"] for token in tokens)
     reply = reply.strip()
     reply_start = len(text) - len(text.lstrip())

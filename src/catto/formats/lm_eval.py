@@ -1,4 +1,4 @@
-"""Logs of lm-evaluation-harness: lines of `samples_*.jsonl`."""
+"""Read the logs of lm-evaluation-harness: the lines of `samples_*.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ def is_lm_eval(record: Fields) -> bool:
     return {"doc_id", "filtered_resps"} <= record.keys()
 
 
-def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+def read_lm_eval(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
     """Read a line of `samples_*.jsonl`.
 
     The probabilities of a multiple-choice task are the softmax over the log-likelihoods of its choices. With
-    `names.length_normalised`, each is first divided by the characters of its choice, as in the harness's `acc_norm`.
+    `names.length_normalised`, each log-likelihood is first divided by the number of characters of its choice, as in
+    the harness's `acc_norm`.
 
     Args:
         record: The line.
         names: The columns the user named.
 
     Returns:
-        catto's own fields. The label is the number of the choice. For a generated text they are `question` and
-        `correct` alone.
+        catto's own fields. The label is the index of the choice, from 0. A generated text has only `question` and
+        `correct`.
 
     Raises:
         KeyError: A field is missing.
@@ -46,15 +47,15 @@ def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
         return answer | _read_generation(record, names)
 
     choices = _list_choices(record, loglikelihoods)
+    if len(choices) < 2:
+        raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
     scores = [choice.loglikelihood for choice in choices]
     if names.length_normalised:
         scores = [choice.loglikelihood / max(len(choice.text), 1) for choice in choices]
-    if len(scores) < 2:
-        raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
     reading = read_choice(scores)
 
     metric = "acc_norm" if names.length_normalised else "acc"
-    grade = record.get(metric)  # None for a task with other metrics
+    grade = record.get(metric)  # None if the task has other metrics
     gold = _find_gold(record, choices, best=reading.best, grade=grade)
     answer["label"] = str(reading.best)
     answer["text"] = choices[reading.best].text
@@ -63,11 +64,9 @@ def read_lm_eval(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[s
         answer["correct"] = reading.best == gold
     else:
         answer["correct"] = grade
-    logprobs = {}
-    for number, logprob in enumerate(reading.logprobs):
-        if isfinite(logprob):
-            logprobs[str(number)] = logprob
-    answer["label_logprobs"] = logprobs
+    answer["label_logprobs"] = {
+        str(number): logprob for number, logprob in enumerate(reading.logprobs) if isfinite(logprob)
+    }
     if gold is not None:
         answer["gold"] = str(gold)
     return answer
@@ -88,12 +87,13 @@ def _read_loglikelihoods(record: Fields) -> list[float] | None:
 
 
 def _read_generation(record: Fields, names: ColumnNames) -> dict[str, Any]:
-    """Read the grade of a generated text, by the first of its metrics; empty if it has none.
+    """Read the grade of a generated text from its first metric; empty if it has no metrics.
 
-    Its confidence is in a column that the user named, or in `confidence`. ValueError without one.
+    Raises:
+        ValueError: The user named no confidence, and the record has no `confidence` of its own.
     """
     if names.confidence == "confidence" and "confidence" not in record:
-        raise ValueError("filtered_resps holds texts, no log-likelihoods: name a confidence with --confidence")
+        raise ValueError("filtered_resps has texts instead of log-likelihoods: name a confidence with --confidence")
     metrics = list(record.get("metrics") or ())
     if not metrics:
         return {}
@@ -106,7 +106,7 @@ def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_Scor
     Raises:
         ValueError: A log-likelihood is above 0, or nan.
     """
-    # Newer versions of the harness write objects, older ones lists.
+    # Newer versions of the harness write objects; older ones write lists.
     arguments = record["arguments"]
     if isinstance(arguments, dict):
         arguments = arguments.values()
@@ -115,7 +115,7 @@ def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_Scor
         parts = request.values() if isinstance(request, dict) else request
         requests.append(tuple(parts))
     for loglikelihood in loglikelihoods:
-        if not loglikelihood <= LOGPROB_NOISE:  # NaN is not at most anything
+        if not loglikelihood <= LOGPROB_NOISE:  # True for NaN, too
             raise ValueError(f"filtered_resps: expected a log-likelihood of at most 0, got {loglikelihood}")
 
     choices = []
@@ -125,15 +125,15 @@ def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_Scor
         choices.append(choice)
         if context:
             choices_in_context.append(choice)
-    # An empty context asks for the likelihood of the choice alone, which acc_mutual_info compares with.
+    # A request with an empty context scores the choice alone, for the metric acc_mutual_info.
     return choices_in_context or choices
 
 
 class ChoiceReading(NamedTuple):
-    """The likeliest choice.
+    """The likeliest choice and the probabilities of all choices.
 
     Attributes:
-        best: Its number; the first of equal ones.
+        best: Index of the likeliest choice; in a tie, of the first one.
         logprobs: Log-probability of each choice, normalised over the choices.
     """
 
@@ -142,12 +142,12 @@ class ChoiceReading(NamedTuple):
 
     @property
     def confidence(self) -> float:
-        """The probability of the likeliest choice among the choices."""
+        """Probability of the likeliest choice, normalised over the choices."""
         return exp(self.logprobs[self.best])
 
 
 def read_choice(scores: Sequence[float]) -> ChoiceReading:
-    """Find the likeliest choice and its probability among the choices.
+    """Find the likeliest choice, and normalise the probabilities over the choices.
 
     Args:
         scores: Log-likelihood of each choice.
@@ -168,18 +168,18 @@ def read_choice(scores: Sequence[float]) -> ChoiceReading:
 
 
 def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, grade: object) -> int | None:
-    """Return the number of the gold choice; None if the target matches no choice that agrees with the grade.
+    """Return the index of the gold choice; None if the target matches no choice that agrees with the grade.
 
-    A numeric target may be the text of a choice or its number. The grade tells which.
+    A numeric target may be the text of a choice or its index. The grade shows which one is meant.
 
     Args:
         record: The line.
         choices: The choices.
-        best: Number of the likeliest choice.
-        grade: 1 if that choice is right by the harness; None if the line has no grade.
+        best: Index of the likeliest choice.
+        grade: 1 if the harness counts that choice as right; None if the line has no grade.
 
     Raises:
-        ValueError: Without a grade, the target is neither a choice nor its number.
+        ValueError: The line has no grade, and the target is neither a choice nor its index.
     """
     target = str(record["target"]).strip()
     candidates = [number for number, choice in enumerate(choices) if choice.text.strip() == target]
@@ -188,7 +188,8 @@ def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, g
     if grade is None and not candidates:
         raise ValueError(f"target: expected a choice or its number, got {reprlib.repr(target)}")
     for candidate in candidates:
-        agrees_with_grade = (candidate == best) == (grade == 1)
+        best_would_be_right = candidate == best
+        agrees_with_grade = best_would_be_right == (grade == 1)
         if grade is None or agrees_with_grade:
             return candidate
     return None

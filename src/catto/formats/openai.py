@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI's API returns them, alone or as the responses of a batch."""
+"""Read chat completions of OpenAI's API, alone or as the responses of a batch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from catto.formats.token_labels import read_label_token
 
 
 def is_completion(record: Fields) -> bool:
-    """Whether the record holds a chat completion."""
+    """Whether the record contains a chat completion."""
     return "choices" in _find_completion(record)
 
 
 def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
-    """Read the probability of the label's token in a chat completion with `logprobs`.
+    """Read the probability of the label's token from a chat completion with `logprobs`.
 
     Args:
         record: The completion, alone or as the response of a batch.
         names: The columns the user named. `gold` must be one of them.
-        labels: The labels of the questions, which `list_labels` returns; empty if the user named no `gold`.
+        labels: The labels of the questions, as `list_labels` returns them; empty if the user named no `gold`.
 
     Returns:
-        catto's own fields. Without an id of the record there is no `question`.
+        catto's own fields, without `question` if the record has no id.
 
     Raises:
         KeyError: A field is missing.
@@ -37,13 +37,9 @@ def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -
     reply, *others = _find_completion(record)["choices"]
     if others:
         raise ValueError(f"choices: expected one, got {1 + len(others)}: write a record for each")
-    answer: dict[str, Any] = {}
-    for name in ("custom_id", "question", "id"):
-        if name in record:
-            answer["question"] = str(record[name])
-            break
     if not labels:
         raise ValueError("the right answer is not in a completion: name its field with --gold")
+    answer = _read_question(record)
     gold_name = names.gold or "gold"
     answer[gold_name] = text_of(gold_name, record)
     logprobs = reply.get("logprobs") or {}
@@ -51,11 +47,20 @@ def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -
     if not tokens:
         raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
     text = reply["message"].get("content") or ""
-    # With a limit of one token, every reply reaches it. A reply that is a label is complete nevertheless.
+    # With a limit of one token, every reply reaches it. A reply that is only a label is complete nevertheless.
     is_label = text.strip(" \n().") in labels
     reached_limit = reply.get("finish_reason") == "length"
-    graded_label = parse_response(text, labels, cut=reached_limit and not is_label).label
+    is_cut = reached_limit and not is_label
+    graded_label = parse_response(text, labels, cut=is_cut).label
     return answer | read_label_token(tokens, labels, graded_label)
+
+
+def _read_question(record: Fields) -> dict[str, Any]:
+    """Return the id of the record as `question`; empty if it has none."""
+    for name in ("custom_id", "question", "id"):
+        if name in record:
+            return {"question": str(record[name])}
+    return {}
 
 
 def _require_success(record: Fields) -> None:
@@ -69,7 +74,10 @@ def _require_success(record: Fields) -> None:
 
 
 def _find_completion(record: Fields) -> Fields:
-    """Return the completion of a record, empty if it has none; it may be in `response`, or in `body` inside that."""
+    """Return the chat completion of a record; empty if it has none.
+
+    In the output of a batch, the completion is nested as `response.body`.
+    """
     for name in ("response", "body"):
         if isinstance(record.get(name), dict):
             record = record[name]
@@ -83,7 +91,7 @@ def _find_completion(record: Fields) -> Fields:
 
 
 def list_labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> list[str]:
-    """List the labels that occur as right answers; for letters, all from A to the last one.
+    """List the labels that occur as right answers; if they are letters, list all from A to the last one.
 
     Args:
         path: The file, for error messages.
@@ -94,7 +102,7 @@ def list_labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -
         The labels in alphabetical order.
 
     Raises:
-        DataError: A row does not have the field, or it is empty.
+        DataError: A row has no such field, or the field is empty.
     """
     labels = set()
     for row, record in rows:

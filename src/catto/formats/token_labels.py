@@ -1,4 +1,4 @@
-"""The probability of a label in the tokens of a reply that another tool logged."""
+"""Read the probability of a label from the tokens of a reply that another tool logged."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from catto.formats.columns import Fields, logprob_of
 def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_label: str | None) -> dict[str, Any]:
     """Read the probability of the answer at the token where the label begins.
 
-    Some engines log the likeliest token even if another one was sampled. The logged tokens then say another label than
-    the one that was graded, whose probability is looked up in `top_logprobs`.
+    Some engines log the likeliest token even if a different one was sampled. The logged tokens may then state a
+    different label from the graded one. The probability of the graded label is looked up in `top_logprobs`.
 
     Args:
         tokens: The tokens of the reply, each with `token`, `logprob` and perhaps `top_logprobs`.
-        labels: The labels of the question; a single one means an open answer.
-        graded_label: The answer that the tool graded; None if the reply gives none.
+        labels: The labels of the question; a single label means an open answer.
+        graded_label: The answer that the tool graded; None if the reply gives no answer.
 
     Returns:
-        `label`, `confidence` and `source`, and `label_logprobs` if all labels have one. A reply without a label has
-        the source `fallback` and the probability of the whole reply.
+        `label`, `confidence` and `source`, and `label_logprobs` if all labels have one. A reply without a label gets
+        the source `fallback` and, as its confidence, the probability of the whole reply.
 
     Raises:
         KeyError: A token has no `token` or `logprob`.
-        ValueError: The label has no token of its own, or the graded label no log-probability there.
+        ValueError: The label is not in the reply, or its token does not identify it, or the graded label has no
+            log-probability at that token.
     """
     text = "".join(token["token"] for token in tokens)
     reading = parse_response(text, labels)
     if reading.span is None and graded_label is not None:
         raise ValueError(f"logprobs: the graded answer {graded_label!r} is not found in the reply: name a --confidence")
     if reading.span is None or reading.label is None or graded_label is None:
-        total = sum(logprob_of(token["logprob"], "logprob") for token in tokens)
-        return {"label": None, "confidence": exp(total), "source": "fallback"}
+        reply_logprob = sum(logprob_of(token["logprob"], "logprob") for token in tokens)
+        return {"label": None, "confidence": exp(reply_logprob), "source": "fallback"}
 
     label_start, label_end = reading.span
     token, token_end = _find_token_at(tokens, label_start)
@@ -45,15 +46,15 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
 
     logprobs = _read_top_logprobs(token)
     if graded_label == reading.label:
-        # The token may hold only the first letters of the label.
+        # The token may contain only the first letters of the label.
         prefix = text[label_start : min(token_end, label_end)]
     else:
         prefix = graded_label
     _require_distinct_prefix(prefix, graded_label, labels=labels, candidates=logprobs)
     logprobs[reading.label] = logprob_of(token["logprob"], "logprob")
     if graded_label not in logprobs:
-        answers = f"the tokens say {reading.label!r}, the answer is {graded_label!r}"
-        raise ValueError(f"logprobs: {answers} and not in top_logprobs")
+        problem = f"the tokens say {reading.label!r}, but the graded answer {graded_label!r} is not in top_logprobs"
+        raise ValueError(f"logprobs: {problem}")
 
     answer = {"label": graded_label, "confidence": exp(logprobs[graded_label]), "source": reading.source}
     if logprobs.keys() >= set(labels):
@@ -62,7 +63,7 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
 
 
 def _find_token_at(tokens: Sequence[Fields], position: int) -> tuple[Fields, int]:
-    """Return the token that contains a character of the reply, and where that token ends; IndexError if none does."""
+    """Return the token that contains the character at `position`, and where the token ends; IndexError if none does."""
     end = 0
     for token in tokens:
         end += len(token["token"])
@@ -72,25 +73,32 @@ def _find_token_at(tokens: Sequence[Fields], position: int) -> tuple[Fields, int
 
 
 def _read_top_logprobs(token: Fields) -> dict[str, float]:
-    """Return the log-probabilities of the candidates by their text; the likelier of two equal texts counts."""
+    """Return the log-probability of each candidate by its text; among equal texts, the likeliest counts."""
     logprobs: dict[str, float] = {}
-    # Candidates are listed from the likeliest on, so in reverse the likelier of two equal texts comes last.
+    # Candidates are listed from the likeliest down. In reverse, the likeliest of equal texts overwrites the others.
     for candidate in reversed(token.get("top_logprobs") or ()):
-        can_be_drawn = candidate["logprob"] not in (None, -inf)
-        if can_be_drawn:
+        is_possible = candidate["logprob"] not in (None, -inf)
+        if is_possible:
             logprobs[candidate["token"].strip()] = logprob_of(candidate["logprob"], "top_logprobs.logprob")
     return logprobs
 
 
 def _require_distinct_prefix(prefix: str, label: str, *, labels: Sequence[str], candidates: Iterable[str]) -> None:
-    """Raise ValueError if the token `prefix` of a label also begins another label.
+    """Raise ValueError if the token `prefix` does not distinguish its label from another one.
 
-    The other label is told apart if a longer candidate begins it: with the candidates 1 and 10, the token 1 is not the
-    beginning of the label 10. Case is ignored.
+    A label that also begins with `prefix` is still distinguished if a longer candidate begins it: with the candidates 1
+    and 10, the token 1 does not begin the label 10. Case is ignored.
+
+    Args:
+        prefix: The token with which the label begins.
+        label: The label.
+        labels: All labels of the question.
+        candidates: Texts of the tokens that the model could have chosen instead.
     """
     prefix = prefix.lower()
     longer_candidates = tuple(candidate.lower() for candidate in candidates if len(candidate) > len(prefix))
     for other in labels:
-        begins_alike = other != label and other.lower().startswith(prefix)
-        if begins_alike and not other.lower().startswith(longer_candidates):
+        shares_prefix = other != label and other.lower().startswith(prefix)
+        has_longer_candidate = other.lower().startswith(longer_candidates)
+        if shares_prefix and not has_longer_candidate:
             raise ValueError(f"logprobs: labels {label!r} and {other!r} begin with the same token {prefix!r}")

@@ -1,4 +1,4 @@
-"""Tables of uqlm: rows of `results.to_df()`."""
+"""Read the tables of uqlm: the rows of `results.to_df()`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from catto.errors import join_names
 from catto.formats.columns import ColumnNames, Fields
 
-# The scores of uqlm's scorers and ensembles that are in [0, 1].
+# Those scores of uqlm's scorers and ensembles that lie in [0, 1].
 UQLM_SCORES = (
     "sequence_probability",
     "normalized_probability",
@@ -39,7 +39,7 @@ def is_uqlm(record: Fields) -> bool:
     return "response" in record and not record.keys().isdisjoint(UQLM_SCORES)
 
 
-def read_uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str, Any]:
+def read_uqlm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
     """Read a row of `results.to_df()`, with the column `response_correct` that a grader added.
 
     Args:
@@ -47,7 +47,7 @@ def read_uqlm(record: Fields, names: ColumnNames, _: Sequence[str]) -> dict[str,
         names: The columns the user named.
 
     Returns:
-        The row with catto's own fields. The confidence is the only score of the row unless the user named one.
+        The row and catto's own fields. If the user named no confidence, the row's only score is used.
 
     Raises:
         ValueError: The row has several scores and the user named none.
