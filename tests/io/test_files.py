@@ -154,7 +154,7 @@ def test_a_finished_stage_is_sealed_before_its_rename_which_is_on_the_disk(tmp_p
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
 def test_a_folder_or_a_pipe_in_the_place_is_told(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "a")
-    with pytest.raises(DataError, match="is there and is not a regular file"), replace_file(tmp_path / "a"):
+    with pytest.raises(DataError, match="exists and is not a regular file"), replace_file(tmp_path / "a"):
         pass
 
 
@@ -235,7 +235,7 @@ def test_every_damage_of_a_sealed_folder_is_found(tmp_path: Path) -> None:
     assert find_damage(tmp_path, seals, contents=True) is None
     (tmp_path / "a").write_bytes(b"abb")
     assert find_damage(tmp_path, seals, contents=False) is None
-    assert find_damage(tmp_path, seals, contents=True) == "a has other bytes than were written"
+    assert find_damage(tmp_path, seals, contents=True) == "a has changed since it was written"
     (tmp_path / "a").write_bytes(b"abcd")
     assert find_damage(tmp_path, seals, contents=False) == "a has 4 bytes, expected 3"
     (tmp_path / "a").unlink()

@@ -204,7 +204,7 @@ def test_a_json_file_in_a_layout_of_pandas_is_read(layout: str, tmp_path: Path, 
     ("text", "said"),
     [
         ('{"a": {"b": 1}, "c": {"b": 2}}', 'orient="records"'),
-        ("[[0.9, true], [0.2, false]]", "names of columns are needed"),
+        ("[[0.9, true], [0.2, false]]", "column names are needed"),
         ('{"columns": ["a", "b"], "data": [[1]]}', "row 1: expected a list of 2 cells"),
         ('{"a": 1}', "expected a JSON list of rows"),
         ('{"confidence": {"0": 0.5, "1": 0.6}, "correct": {"0": true}}', "correct: expected the same rows"),

@@ -104,12 +104,12 @@ def test_another_runs_journal_is_refused_unless_it_stores_no_record(tmp_path: Pa
 
 def test_a_foreign_file_is_never_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "a.part.jsonl").write_text('{"mine": 1}\n')
-    with pytest.raises(DataError, match=r"a\.part\.jsonl: has no manifest beside it"):
+    with pytest.raises(DataError, match=r"a\.part\.jsonl: has no manifest next to it"):
         journal(tmp_path).__enter__()
     assert (tmp_path / "a.part.jsonl").read_text() == '{"mine": 1}\n'
     (tmp_path / "a.part.jsonl").unlink()
     (tmp_path / "a.jsonl").write_text('{"mine": 1}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl: has no manifest beside it"):
+    with pytest.raises(DataError, match=r"a\.jsonl: has no manifest next to it"):
         journal(tmp_path).__enter__()
     assert names(tmp_path) == ["a.jsonl"]
 

@@ -104,7 +104,7 @@ def test_verify_names_the_stage_and_the_file(made: Path, capsys: pytest.CaptureF
     with changed(path, data[:-1] + bytes([data[-1] ^ 128])):
         assert catto("verify", str(made / "run")) == 1
     told = capsys.readouterr().out
-    assert f"{path.parents[1]}: damaged: model/model.safetensors has other bytes than were written" in told
+    assert f"{path.parents[1]}: damaged: model/model.safetensors has changed since it was written" in told
 
 
 def test_verify_notices_swapped_folders(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_a_flipped_bit_is_noticed_where_it_is_read_and_repaired(
     trained = stage_dir(copy / "run", stage(copy, "train", "dpo matched"))
     shutil.rmtree(trained)
     assert catto("run", *arguments) == 1
-    assert "damaged: preferences.jsonl has other bytes than were written; --repair" in capsys.readouterr().err
+    assert "damaged: preferences.jsonl has changed since it was written; --repair" in capsys.readouterr().err
     assert catto("run", *arguments, "--repair") == 0
     assert "damaged, will be run again" in capsys.readouterr().err
     assert rows.read_bytes() == data

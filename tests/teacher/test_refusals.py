@@ -204,7 +204,7 @@ def test_an_unfinished_run_that_stored_refusals_alone_does_not_block_other_setti
 
 def test_a_foreign_file_is_never_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "generations.part.jsonl").write_text('{"mine": 1}\n')
-    with pytest.raises(DataError, match="has no manifest beside it: move it away"):
+    with pytest.raises(DataError, match="has no manifest next to it: move it away"):
         teach(questions(2), scripted("ABC", "ABC"), TeacherSettings(n=3), tmp_path)
     assert (tmp_path / "generations.part.jsonl").read_text() == '{"mine": 1}\n'
 
@@ -619,7 +619,7 @@ def test_catto_eval_counts_replies_under_another_model_name(tmp_path: Path, monk
     options = ["other", "--task", "mmlu", "--engine", "server", "--out", str(tmp_path / "eval")]
     with serve(answering) as server:
         shown = invoked(command, *options, "--base-url", server.url)
-    assert "4 replies came under another model name than the one asked for." in shown.output
+    assert "4 replies name a different model from the one requested." in shown.output
 
 
 def test_catto_select_leaves_questions_with_refused_samples_out(tmp_path: Path) -> None:

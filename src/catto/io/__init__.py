@@ -1,1 +1,1 @@
-"""Files: whole or not at all, resumable, and read from any format."""
+"""Read and write files: atomic writes, resumable journals and readers for every input format."""

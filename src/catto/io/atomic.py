@@ -1,7 +1,7 @@
-"""Write files and folders whole or not at all, lock them, and seal a finished folder.
+"""Write files and folders atomically, lock them, and seal a finished folder.
 
 Everything the package writes goes through `replace_file` or `build_folder`: it is written next to its target, flushed
-to disk and renamed. A kill or a full disk leaves the old file or none, never half of a new one.
+to disk and renamed. After a kill or on a full disk there is the old file or none, never half of a new one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUSY = "another run is writing here"
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[IO[str]]:
-    """Write a text file whole or not at all. UTF-8, newlines as they are written.
+    """Write a UTF-8 text file atomically. Newlines are not translated.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
@@ -43,61 +43,68 @@ def replace_file(path: Path) -> Iterator[IO[str]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as a file, whole or not at all."""
+    """Write a text to a file, atomically."""
     with replace_file(path) as file:
         file.write(text)
 
 
 @contextmanager
 def replace_binary_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
-    What cannot be written (disk full, no permission, a folder or a device in its place) is one DataError.
+    Raises:
+        DataError: The file cannot be written: the disk is full, permission is missing, or `path` is a folder or device.
     """
     if path.exists() and not path.is_file():
-        raise DataError(path, None, "cannot be written: it is there and is not a regular file")
-    with _beside(path) as beside, beside.open("wb") as file:
+        raise DataError(path, None, "cannot be written: it exists and is not a regular file")
+    with _write_then_rename(path) as temporary, temporary.open("wb") as file:
         yield file
 
 
 @contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder whole or not at all: yield an empty one beside it, which takes its place at the end.
+    """Build a folder atomically: yield an empty folder next to it, which is renamed to `folder` on a clean exit.
 
-    What was at its place, a part of an older attempt, is deleted at the last moment.
+    An older folder at this path is deleted just before the rename.
     """
-    with _beside(folder.resolve()) as beside:  # a link to a folder stays one
-        beside.mkdir()
-        yield beside
+    target = folder.resolve()  # if `folder` is a link, replace the folder that it points to, not the link
+    with _write_then_rename(target) as temporary:
+        temporary.mkdir()
+        yield temporary
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Yield a place beside `path`; what is written there is flushed, renamed to `path`, and its folder flushed.
+def _write_then_rename(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `path`; flush what is written there to disk, then rename it to `path`.
 
-    The hidden name is short enough for every file system, which counts bytes; `.*.part` is cleared away.
+    The hidden name is cut to 100 bytes, short enough for every file system. A stage deletes leftover `.*.part` files
+    when it is published.
     """
     name = path.name.encode(errors="ignore")[:100].decode(errors="ignore")
-    beside = path.with_name(f".{name}.{os.getpid()}.part")
-    with write_errors_at(path, beside):
+    temporary = path.with_name(f".{name}.{os.getpid()}.part")
+    with write_errors_at(path, temporary):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(beside, ignore_errors=True)
-            yield beside
-            for written in (*sorted(beside.rglob("*")), beside):
+            shutil.rmtree(temporary, ignore_errors=True)
+            yield temporary
+            for written in (*sorted(temporary.rglob("*")), temporary):
                 _sync(written)
             if path.is_dir():
                 shutil.rmtree(path)
-            beside.replace(path)
+            temporary.replace(path)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             with suppress(OSError):  # the first error is the one to report
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, which must be free; copy it where the file system has no links."""
+    """Hard-link a file to a new name; copy it if the file system does not support links.
+
+    Raises:
+        FileExistsError: There is a file at `target`.
+    """
     try:
         os.link(source, target)
     except (FileExistsError, FileNotFoundError):
@@ -108,13 +115,18 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def write_errors_at(path: Path, beside: Path) -> Iterator[None]:
-    """Report an error of writing `path` in one line. Errors of other files, raised by the caller's own code, pass."""
+def write_errors_at(path: Path, temporary: Path) -> Iterator[None]:
+    """Turn an OSError from writing `path` by way of `temporary` into a DataError.
+
+    An OSError about any other file comes from the caller's own code and is raised unchanged.
+    """
     try:
         yield
     except OSError as error:
-        name = os.fspath(error.filename) if error.filename is not None else str(beside)
-        if error.errno is None or not (name.startswith(str(beside)) or str(path).startswith(name)):
+        name = os.fspath(error.filename) if error.filename is not None else str(temporary)
+        is_at_or_below_temporary = name.startswith(str(temporary))
+        is_at_or_above_path = str(path).startswith(name)
+        if error.errno is None or not (is_at_or_below_temporary or is_at_or_above_path):
             raise
         raise DataError(path, None, f"cannot be written: {error.strerror}") from None
 
@@ -128,14 +140,14 @@ def _sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk: without it a power cut can undo a rename. Windows cannot, and need not."""
+    """Flush a folder's entries to disk: without it a power cut can undo a rename. Windows has no such call."""
     if hasattr(os, "O_DIRECTORY"):
         _sync(folder)
 
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` for this process; the system drops the lock of a killed one."""
+    """Hold the lock file `path` for this process; the operating system releases the lock of a killed process."""
     with write_errors_at(path, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab")
@@ -145,9 +157,14 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 def lock_open_file(file: IO[bytes], place: Path) -> None:
-    """Lock an open file for this process until it is closed; `place` is what an error names.
+    """Lock an open file for this process until it is closed.
 
-    A lock that another process holds raises BUSY; a file system that cannot lock raises its own reason.
+    Args:
+        file: The file.
+        place: The path that an error names.
+
+    Raises:
+        DataError: Another process holds the lock, or the file system does not support locks.
     """
     import fcntl
 
@@ -160,38 +177,51 @@ def lock_open_file(file: IO[bytes], place: Path) -> None:
 
 
 class Seal(NamedTuple):
-    """What a finished file was: its size in bytes and its SHA-256."""
+    """The size in bytes and the SHA-256 of a finished file."""
 
     size: int
     sha256: str
 
 
-def seal_folder(folder: Path, leave: frozenset[str] = frozenset()) -> dict[str, Seal]:
-    """Seal every file below a folder, by its path from there; `leave` names files at the top that may change later.
+def seal_folder(folder: Path, excluded: frozenset[str] = frozenset()) -> dict[str, Seal]:
+    """Record size and hash of every file in a folder, so that `find_damage` can detect changes.
 
-    `find_damage` then finds what has changed.
+    Args:
+        folder: The folder.
+        excluded: Paths relative to the folder of files that may change later.
+
+    Returns:
+        The seal of each file, by its path relative to the folder.
     """
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: Seal(path.stat().st_size, sha256(path)) for name, path in files.items() if name not in leave}
+    seals: dict[str, Seal] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in excluded:
+            seals[name] = Seal(path.stat().st_size, sha256(path))
+    return seals
 
 
 def find_damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | None:
-    """Say what is wrong with the first damaged file of a folder; None where all is well.
+    """Say what is wrong with the first damaged file of a folder; return None if all files are intact.
 
-    Sizes are always compared; `contents`: the bytes too, at the cost of reading them.
+    Args:
+        folder: The folder.
+        seals: What `seal_folder` returned.
+        contents: Whether to read the files and compare their hashes too; sizes are always compared.
     """
     for name, seal in seals.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if (size := path.stat().st_size) != seal.size:
+        size = path.stat().st_size
+        if size != seal.size:
             return f"{name} has {size:,} bytes, expected {seal.size:,}"
         if contents and sha256(path) != seal.sha256:
-            return f"{name} has other bytes than were written"
+            return f"{name} has changed since it was written"
     return None
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal digits."""
+    """Return the SHA-256 of a file as hexadecimal digits. A gzipped file is hashed as it is."""
     with open_input(path, plain=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

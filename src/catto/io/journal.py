@@ -1,4 +1,4 @@
-"""The one file that grows: an append-only file of JSON lines that a killed run resumes from and then publishes."""
+"""An append-only file of JSON lines, from which a killed run resumes and which a finished run publishes."""
 
 from __future__ import annotations
 
@@ -13,50 +13,49 @@ from catto.io.record_files import manifest_path, read_manifest, write_manifest
 from catto.io.text_files import MAX_LINE_BYTES
 from catto.records import Key, Manifest, Refusal, Sampled
 
-# The line of a refusal begins like this, and that of no other record.
+# Only the line of a refusal begins like this.
 _REFUSED = b'{"refused":'
-_NO_MANIFEST = "has no manifest beside it: move it away"
+_NO_MANIFEST = "has no manifest next to it: move it away"
 S = TypeVar("S", bound=Sampled)
 
 
 class LineSpan(NamedTuple):
-    """Where a line is in a file: its offset and its length in bytes."""
+    """The position of a line in a file: its offset and its length in bytes."""
 
     offset: int
     length: int
 
 
 class NumberedLine(NamedTuple):
-    """A line of a file and its number, from 1."""
+    """A line of a file and its number, counted from 1."""
 
     row: int
     line: bytes
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the line holds a `Refusal`."""
+        """Whether the line is a `Refusal`."""
         return self.line.startswith(_REFUSED)
 
 
 class Journal(Generic[S]):
-    """The file of a run that grows: `<name>.part.jsonl`, appended line by line, published as `<name>.jsonl` at the end.
+    """The growing file of a run: `<name>.part.jsonl`, appended line by line and published as `<name>.jsonl` at the end.
 
-    A line is a record of `kind`, or a `Refusal` if the request was refused for good. Until `publish` the journal alone
-    says what is done. A manifest next to it names the run. Only whole lines count: a last line without its newline was
-    being written when the run was killed, and is cut off. The positions of the lines are held in memory, the records
-    are not.
+    A line is a record of `kind`, or a `Refusal` if the request was refused for good. Until `publish`, only the journal
+    shows what is done. A manifest next to it identifies the run. A last line without a newline is cut off: the run was
+    killed while it wrote that line. Only the positions of the lines are kept in memory, not the records.
 
     Args:
         path: The file to publish.
         kind: The class of its records.
-        manifest: Names the run; the files of a run with another `recipe_hash` are refused.
-        keys: What the run asks, in the order of the published file.
+        manifest: Identifies the run; the files of a run with a different `recipe_hash` are refused.
+        keys: The keys of all the outcomes that the run will store, in the order of the published file.
         refused: The file in which the refusals are published.
-        other: The error for the file of another run.
+        other: The error message for a file that a different run wrote.
 
     Attributes:
-        places: Every stored key, in file order -> the position of its line.
-        refused: The refusals among them, by key.
+        places: The position of the line of every stored key, in file order.
+        refused: The stored refusals, by key.
 
     >>> import tempfile
     >>> from catto.records import Response
@@ -90,7 +89,7 @@ class Journal(Generic[S]):
         self._end = 0  # of the last whole line, in bytes
 
     def finished(self) -> bool:
-        """Return whether the file is published; DataError if it is that of another run."""
+        """Return whether the file is published. Raise DataError if a different run published it."""
         if not manifest_path(self.path).exists():
             return False
         if read_manifest(self.path).recipe_hash != self.manifest.recipe_hash:
@@ -98,7 +97,7 @@ class Journal(Generic[S]):
         return self.path.exists()
 
     def read(self) -> None:
-        """Validate and index the stored lines; write nothing. DataError if they are records of another run."""
+        """Validate and index the stored lines; write nothing. Raise DataError if a different run stored records."""
         self.places = {}
         self.refused = {}
         self._end = 0
@@ -110,7 +109,7 @@ class Journal(Generic[S]):
             has_records = any(not line.is_refusal for line in _whole_lines(self.part))
             if has_records:
                 raise DataError(self.part, None, self.other)
-            return  # refusals alone are not worth keeping
+            return  # the journal has refusals alone: discard them and start anew
         for line in _whole_lines(self.part):
             self._read_line(line)
 
@@ -129,7 +128,7 @@ class Journal(Generic[S]):
         return key in self.places and key not in self.refused
 
     def __enter__(self) -> Self:
-        """Lock the journal, read it, and cut off a torn line; or start it anew."""
+        """Lock the journal, read it and cut off an incomplete last line; or start a new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_half_published = self.path.exists() and not manifest_path(self.path).exists()
         if is_half_published:
@@ -153,12 +152,17 @@ class Journal(Generic[S]):
         self._file.close()
 
     def append(self, *outcomes: S | Refusal, sync: bool = False) -> list[S | Refusal]:
-        """Store outcomes; once this returns a kill does not lose them, with `sync` not even a power cut.
+        """Store outcomes. Once this returns, a killed process does not lose them.
 
-        An outcome replaces an older refusal of its key. One that is too long to be read back is stored as a refusal.
+        Args:
+            outcomes: An outcome replaces an older refusal with the same key.
+            sync: Whether to flush to disk, so that a power cut does not lose them either.
 
         Returns:
-            The outcomes as they are stored.
+            The outcomes as stored: one that is too long to be read back becomes a refusal.
+
+        Raises:
+            ValueError: A record with the same key is stored already.
         """
         stored: list[S | Refusal] = []
         lines: list[bytes] = []
@@ -180,14 +184,15 @@ class Journal(Generic[S]):
         return stored
 
     def _write_bytes(self, data: bytes) -> None:
-        """Write without a buffer: after an error nothing is left that closing the file would write."""
+        """Append bytes to the unbuffered file. With a buffer, closing the file after an error would try again."""
         with atomic.write_errors_at(self.part, self.part):
             while data:
                 written = self._file.write(data)
                 data = data[written:]
 
     def _index(self, outcome: S | Refusal, length: int) -> None:
-        self.places.pop(outcome.key, None)
+        """Record the position of a line of `length` bytes at the end of the file."""
+        self.places.pop(outcome.key, None)  # moves the key to the end, which keeps `places` in file order
         self.refused.pop(outcome.key, None)
         self.places[outcome.key] = LineSpan(self._end, length)
         if isinstance(outcome, Refusal):
@@ -203,7 +208,7 @@ class Journal(Generic[S]):
         self._file.truncate(self._end)
 
     def outcomes(self) -> Iterator[S | Refusal]:
-        """Yield what is stored, in the order of the keys."""
+        """Yield the stored outcomes, in the order of the keys."""
         with self.part.open("rb") as file:
             for key in self.keys:
                 if key in self.refused:
@@ -212,9 +217,9 @@ class Journal(Generic[S]):
                     yield self.kind.model_validate_json(_read_span(file, self.places[key]))
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the records in the order of the keys, the refusals into their own file, then the manifest.
+        """Write the refusals to their own file, the records in the order of the keys, then the manifest.
 
-        A kill between any two of these leaves the journal, from which the next run publishes again.
+        If the process is killed in between, the journal is still there and the next run publishes again.
         """
         refused = [self.refused[key] for key in self.keys if key in self.refused]
         if refused:
@@ -234,10 +239,10 @@ class Journal(Generic[S]):
         manifest_path(self.part).unlink(missing_ok=True)
 
     def reopen(self, *, refusals: bool) -> None:
-        """Turn a published file back into a journal. On a journal that is not published it only drops the refusals.
+        """Turn a published file back into a journal, or rewrite a journal that is not published.
 
         Args:
-            refusals: Whether to keep the refusals; otherwise those requests are asked again.
+            refusals: Whether to keep the refusals; otherwise the refused requests are sent again.
         """
         is_published = manifest_path(self.path).exists()
         sources = [self.path, self.refused_path] if is_published else [self.part]
@@ -259,7 +264,7 @@ def journal_path(path: Path) -> Path:
 
 
 def read_refusals(path: Path) -> list[Refusal]:
-    """Return the refusals in a file of them or in a journal; none if there is no file."""
+    """Return the refusals in a file of refusals or in a journal; an empty list if there is no such file."""
     if not path.exists():
         return []
     return [Refusal.model_validate_json(line.line) for line in _whole_lines(path) if line.is_refusal]
@@ -275,7 +280,7 @@ def _read_span(file: IO[bytes], span: LineSpan) -> bytes:
 
 
 def _whole_lines(path: Path) -> Iterator[NumberedLine]:
-    """Yield the lines that end in a newline."""
+    """Yield the lines that end in a newline; only the last one can lack it. Raise DataError for a line too long."""
     with path.open("rb") as file:
         row = 0
         while True:

@@ -1,10 +1,10 @@
 """Read the rows of a Parquet file in bounded memory.
 
-A Parquet file of a few kilobytes can describe gigabytes: one long text that every row refers to, or one list whose
-million values are a single run. The sizes in its footer are claims that nothing enforces. This module counts instead:
+A Parquet file of a few kilobytes can describe gigabytes: one long text that every row refers to, or a list of a million
+equal values. Nothing enforces the sizes that its footer claims, so this module counts:
 
-- the header of every page, whose sizes the decoder does enforce, before Arrow unpacks a page;
-- the texts of every batch, kept as references to a dictionary, before they become Python objects.
+- the sizes in the header of every page, before Arrow unpacks a page; the decoder does enforce these;
+- the texts of every batch, while they are still references to a dictionary and not yet Python objects.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import IO, Any, NamedTuple
 
 from catto.errors import DataError
 
-# The pages of all columns that are unpacked at one time. Writers aim at 1 MB per page and column.
+# Sum over the columns of a row group of their largest page: these are unpacked together. Writers aim at 1 MB per page.
 MAX_PAGE_BYTES = 2**29
-# Values in lists, which Arrow may hold at once for a single row.
+# Values in the lists of a row group: Arrow may keep all of them in memory for a single row.
 MAX_LIST_VALUES = 2**26
 # One row as Python objects: as much as a line of JSON lines.
 MAX_ROW_BYTES = 2**24
-# Rows of a file. What a command holds per row is small, and a run of equal values takes no space in the file.
+# Rows of a file. Commands keep a little of each row in memory, and equal values take almost no space in a file.
 MAX_ROWS = 10_000_000
-# Rows that Arrow decodes together.
+# What Arrow decodes at once.
 MAX_BATCH_BYTES = 2**26
 MAX_BATCH_ROWS = 1024
 # A file may expand to this many bytes, or to this many times its own size if that is more.
@@ -35,17 +35,17 @@ TOO_MANY_ROWS = f"holds more than {MAX_ROWS:,} rows"
 
 
 def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row, fields) of an open Parquet file, rows counted from 1.
+    """Yield the rows of an open Parquet file.
 
     Args:
-        path: Its name, for errors.
+        path: The name of the file, for errors.
         file: The open file, which must be seekable.
 
     Yields:
-        The row's number and its fields by their names.
+        The number of the row, counted from 1, and its fields by name.
 
     Raises:
-        DataError: The file is not Parquet, or holds more than can be read in bounded memory.
+        DataError: The file is not Parquet, or it cannot be read in bounded memory.
     """
     import pyarrow as arrow
     from pyarrow import parquet
@@ -56,18 +56,13 @@ def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, A
     number = 0
     try:
         plain = parquet.ParquetFile(file)
-        schema = plain.schema
-        texts = []
-        for place in range(len(schema)):
-            column = schema.column(place)
-            if column.physical_type == "BYTE_ARRAY":
-                texts.append(column.path)
-        table = parquet.ParquetFile(file, read_dictionary=texts, pre_buffer=False)
+        # Texts stay references to a dictionary until `_expanded_bytes` has measured them.
+        table = parquet.ParquetFile(file, read_dictionary=_list_text_columns(plain.schema), pre_buffer=False)
         _check_names(path, table.schema_arrow.names)
         if table.metadata.num_rows > MAX_ROWS:
             raise DataError(path, None, TOO_MANY_ROWS)
         _check_pages(path, file, table)
-        for batch in table.iter_batches(batch_size=_batch_rows(schema)):
+        for batch in table.iter_batches(batch_size=_count_batch_rows(plain.schema)):
             for part in _split_batch(path, number, batch):
                 expanded_bytes += _expanded_bytes(part)
                 if expanded_bytes > expanded_limit:
@@ -81,27 +76,37 @@ def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, A
         raise DataError(path, None, f"not Parquet: {reason}") from None
 
 
+def _list_text_columns(schema: Any) -> list[str]:
+    """Return the paths of the columns of text or bytes."""
+    paths = []
+    for index in range(len(schema)):
+        column = schema.column(index)
+        if column.physical_type == "BYTE_ARRAY":
+            paths.append(column.path)
+    return paths
+
+
 def _check_names(path: Path, names: list[str]) -> None:
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for index, name in enumerate(names):
+        if name in names[:index]:
             raise DataError(path, None, f"column {name!r} occurs twice")
 
 
 def _make_rows(batch: Any, schema: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch as Python objects. `schema` has texts in place of the references to them."""
+    """Return the rows of a batch as Python objects. In `schema` texts are texts, not references to a dictionary."""
     from pyarrow import ArrowNotImplementedError
 
-    with suppress(ArrowNotImplementedError):  # some kinds of text cannot be the target of a cast
+    with suppress(ArrowNotImplementedError):  # Arrow cannot cast to every type of text
         batch = batch.cast(schema)  # this halves the time
     rows: list[dict[str, Any]] = batch.to_pylist()
     return rows
 
 
-def _batch_rows(schema: Any) -> int:
-    """Return the number of rows per batch; fewer where values have a fixed length that is large."""
+def _count_batch_rows(schema: Any) -> int:
+    """Return the number of rows to read per batch: fewer if a column has long values of a fixed length."""
     longest = 1
-    for place in range(len(schema)):
-        longest = max(longest, schema.column(place).length or 0)
+    for index in range(len(schema)):
+        longest = max(longest, schema.column(index).length or 0)
     return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // longest))
 
 
@@ -109,7 +114,7 @@ def _batch_rows(schema: Any) -> int:
 
 
 def _split_batch(path: Path, rows_before: int, batch: Any) -> Iterator[Any]:
-    """Yield a batch, or its halves if it is too large; a row that is too large is refused."""
+    """Yield a batch, or its halves if it is too large. Raise DataError for a single row that is too large."""
     size = _expanded_bytes(batch)
     if size <= MAX_ROW_BYTES:
         yield batch
@@ -127,6 +132,7 @@ def _expanded_bytes(batch: Any) -> int:
 
 
 def _array_bytes(array: Any) -> int:
+    """Return the bytes of one column, or of the values within its lists, maps and structs."""
     from pyarrow import compute, types
 
     kind = array.type
@@ -150,7 +156,13 @@ def _array_bytes(array: Any) -> int:
 
 
 class PageHeader(NamedTuple):
-    """What the header of a page says. values: how many it holds, counting the nulls and the entries of lists."""
+    """The sizes in the header of a page.
+
+    Attributes:
+        packed_bytes: Size in the file.
+        unpacked_bytes: Size after decompression.
+        values: Number of values, including nulls and the entries of lists.
+    """
 
     packed_bytes: int
     unpacked_bytes: int
@@ -158,17 +170,17 @@ class PageHeader(NamedTuple):
 
 
 def _check_pages(path: Path, file: IO[bytes], table: Any) -> None:
-    """Refuse a file whose pages would take too much memory. Nothing is unpacked for this."""
+    """Refuse a file whose pages would need too much memory. Only the headers of the pages are read."""
     for group_number in range(table.metadata.num_row_groups):
         group = table.metadata.row_group(group_number)
         page_bytes = 0
         list_values = 0
-        for place in range(group.num_columns):
-            column = group.column(place)
+        for column_number in range(group.num_columns):
+            column = group.column(column_number)
             start = column.data_page_offset
             if column.has_dictionary_page and column.dictionary_page_offset:
                 start = min(start, column.dictionary_page_offset)
-            in_lists = table.schema.column(place).max_repetition_level > 0
+            in_lists = table.schema.column(column_number).max_repetition_level > 0
             largest_page = 0
             for page in _read_page_headers(path, file, start, start + column.total_compressed_size):
                 largest_page = max(largest_page, page.unpacked_bytes)
@@ -183,32 +195,41 @@ def _check_pages(path: Path, file: IO[bytes], table: Any) -> None:
 
 
 def _read_page_headers(path: Path, file: IO[bytes], start: int, end: int) -> Iterator[PageHeader]:
-    """Yield the headers of the pages that lie between two places of the file."""
+    """Yield the headers of the pages between two offsets of the file."""
     position = start
     while position < end:
         file.seek(position)
         fields = _read_struct(path, file)
-        unpacked_bytes = fields.get(2, -1)
-        packed_bytes = fields.get(3, -1)
+        unpacked_bytes = fields.get(_UNPACKED_BYTES, -1)
+        packed_bytes = fields.get(_PACKED_BYTES, -1)
         if min(unpacked_bytes, packed_bytes) < 0:
             raise DataError(path, None, DAMAGED)
         values = 0
-        for kind in (5, 7, 8):  # a data page, a dictionary page, a data page of version 2
-            header = fields.get(kind, {})
-            values = max(values, header.get(1, 0))
+        for field_number in _HEADERS_BY_KIND:
+            header = fields.get(field_number, {})
+            values = max(values, header.get(_VALUE_COUNT, 0))
         yield PageHeader(packed_bytes, unpacked_bytes, values)
         position = file.tell() + packed_bytes
 
 
-DAMAGED = "not Parquet: damaged header of a page"
-# Page headers are written in Thrift's compact protocol. These are its types that occur in them.
+DAMAGED = "not Parquet: damaged page header"
+# Field numbers of a page header, in Parquet's Thrift definition.
+_UNPACKED_BYTES = 2
+_PACKED_BYTES = 3
+_HEADERS_BY_KIND = (5, 7, 8)  # data page, dictionary page, data page of version 2
+_VALUE_COUNT = 1  # within each of these
+# Page headers are written in Thrift's compact protocol. These of its types occur in them.
 _TRUE, _FALSE, _BYTE, _INT16, _INT32, _INT64, _DOUBLE, _BINARY = range(1, 9)
 _STRUCT = 12
 _MAX_DEPTH = 8
 
 
 def _read_struct(path: Path, file: IO[bytes], depth: int = 0) -> dict[int, Any]:
-    """Read a Thrift struct: the number of each field and its value. Texts are skipped."""
+    """Read a Thrift struct and return the value of each field by its number. Texts and doubles are skipped.
+
+    The first byte of a field has its type in the low four bits, and in the high four bits the step from the previous
+    field's number. A step of 0 means that the number itself follows. A zero byte ends the struct.
+    """
     if depth > _MAX_DEPTH:
         raise DataError(path, None, DAMAGED)
     fields: dict[int, Any] = {}
@@ -244,7 +265,7 @@ def _read_byte(path: Path, file: IO[bytes]) -> int:
 
 
 def _read_varint(path: Path, file: IO[bytes]) -> int:
-    """Read a number of at most 64 bits, seven bits per byte, the lowest first."""
+    """Read an unsigned number of at most 64 bits: seven bits per byte, the lowest first, the top bit if more follow."""
     value = 0
     for shift in range(0, 70, 7):
         byte = _read_byte(path, file)
@@ -255,6 +276,6 @@ def _read_varint(path: Path, file: IO[bytes]) -> int:
 
 
 def _read_int(path: Path, file: IO[bytes]) -> int:
-    """Read a signed number: 0, -1, 1, -2 are written as 0, 1, 2, 3."""
+    """Read a zigzag-encoded signed number: 0, -1, 1, -2 are written as 0, 1, 2, 3."""
     value = _read_varint(path, file)
     return (value >> 1) ^ -(value & 1)

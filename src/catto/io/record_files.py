@@ -20,7 +20,7 @@ R = TypeVar("R", bound=Record)
 
 
 def read_records(path: Path, kind: type[R]) -> Iterator[R]:
-    """Yield the records of a file, each validated; the error names file, row and field.
+    """Yield the validated records of a file. A DataError names the file, the row and the field.
 
     >>> import tempfile
     >>> from catto.records import Message
@@ -31,30 +31,45 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
     ['Hello']
     """
     for row, line in read_lines(path):
-        try:  # a line that is exactly what we write for its record holds no repeated key: it needs no slow parser
-            record = kind.model_validate_json(line)
-            ours = record.model_dump_json() == line
-        except ValidationError:
-            ours = False
-        if not ours:
+        record = _parse_own_line(line, kind)
+        if record is None:
             value = parse_object(path, row, line)
             with data_errors_at(path, row, value):
                 record = kind.model_validate(value)
         yield record
 
 
+def _parse_own_line(line: str, kind: type[R]) -> R | None:
+    """Return the record if the line is exactly what `write_records` writes for it, else None.
+
+    Such a line has no repeated key, so the slow `parse_object`, which looks for one, is not needed.
+    """
+    try:
+        record = kind.model_validate_json(line)
+    except ValidationError:
+        return None
+    return record if record.model_dump_json() == line else None
+
+
 def json_line(record: Record, path: Path, row: int) -> str:
-    """A record as a line of the file that it goes to; one that could not be read back is refused."""
+    """Return a record as a line of JSON. Raise DataError if the line would be too long to be read back.
+
+    Args:
+        record: The record.
+        path: The file that the line is written to, for the error.
+        row: The number of the line, for the error.
+    """
     line = record.model_dump_json() + "\n"
-    if len(line) > MAX_LINE_BYTES // 4 and len(line.encode()) > MAX_LINE_BYTES:
+    may_be_too_long = len(line) > MAX_LINE_BYTES // 4  # a character has at most four bytes
+    if may_be_too_long and len(line.encode()) > MAX_LINE_BYTES:
         raise DataError(path, row, f"line would be longer than {MAX_LINE_BYTES // 2**20} MB, too long to be read back")
     return line
 
 
 def write_records(path: Path, records: Iterable[Record], manifest: Manifest | None = None) -> int:
-    """Write records as JSON lines, whole or not at all, then the manifest; return how many.
+    """Write records as JSON lines, atomically, then the manifest; return the number of records.
 
-    An older manifest goes first: a kill leaves none, and never one that describes other records.
+    An older manifest is deleted first: if the process is killed in between, no manifest describes the wrong records.
     """
     count = 0
     with replace_file(path) as file:
@@ -67,19 +82,19 @@ def write_records(path: Path, records: Iterable[Record], manifest: Manifest | No
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write one record as a JSON file, whole or not at all."""
+    """Write one record as a JSON file, atomically."""
     write_text(path, record.model_dump_json(indent=2) + "\n")
 
 
 def read_record(path: Path, kind: type[R]) -> R:
-    """Read and validate a JSON file of one record."""
+    """Read and validate a JSON file with one record."""
     value = read_json(path)
     with data_errors_at(path, value=value):
         return kind.model_validate(value)
 
 
 def manifest_path(path: Path) -> Path:
-    """The manifest's place.
+    """Return the path of the manifest of the records at `path`.
 
     >>> manifest_path(Path("rows.jsonl")).name
     'rows.manifest.json'
@@ -94,15 +109,17 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 def read_manifest(path: Path) -> Manifest:
     """Read and validate the manifest of the records at `path`."""
-    manifest = read_record(place := manifest_path(path), Manifest)
+    own_path = manifest_path(path)
+    manifest = read_record(own_path, Manifest)
     if manifest.schema_version != SCHEMA_VERSION:
-        raise DataError(place, None, f"schema_version {manifest.schema_version}, this catto reads {SCHEMA_VERSION}")
+        problem = f"schema_version {manifest.schema_version}, this catto reads {SCHEMA_VERSION}"
+        raise DataError(own_path, None, problem)
     return manifest
 
 
 @cache
 def library_versions(*names: str) -> dict[str, str]:
-    """Installed versions of catto and the named distributions; absent ones are left out."""
+    """Return the installed versions of catto and the named distributions; omit those that are not installed."""
     versions: dict[str, str] = {}
     for name in ("catto", *names):
         with suppress(metadata.PackageNotFoundError):

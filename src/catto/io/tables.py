@@ -1,7 +1,7 @@
-"""Read the rows of any file: JSON lines, JSON, CSV, TSV, Parquet or a dataset on the Hub.
+"""Read rows from JSON lines, JSON, CSV, TSV and Parquet files, and from datasets on the Hub.
 
-`read_rows` yields the rows of every format and names the row in its errors. `read_plain_table` reads a large file of a
-simple form as one Arrow table, several times as fast; whatever is not simple is left to `read_rows`.
+`read_rows` reads every format and names the row in its errors. `read_plain_table` reads a large, simple file as one
+Arrow table, several times as fast, and leaves every other file to `read_rows`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,22 @@ Rows = Iterator[tuple[int, dict[str, Any]]]
 
 
 def read_rows(path: Path, columns: tuple[str, ...] | None = None) -> Rows:
-    """Yield (row, fields), rows counted from 1. `columns` name the fields of a CSV file without a header."""
-    for count, numbered in enumerate(_read_any(path, columns), 1):
+    """Yield (row, fields) for every row of a file, counted from 1.
+
+    Args:
+        path: The file; its suffix names the format.
+        columns: The column names of a CSV file without a header.
+    """
+    for count, numbered_row in enumerate(_read_any(path, columns), 1):
         if count > MAX_ROWS:
             raise DataError(path, None, TOO_MANY_ROWS)
-        yield numbered
+        yield numbered_row
 
 
 def _read_any(path: Path, columns: tuple[str, ...] | None) -> Rows:
     match find_suffix(path):
         case ".jsonl" | ".ndjson":
-            yield from ((row, parse_object(path, row, line)) for row, line in read_lines(path))
+            yield from _read_json_lines(path)
         case ".json":
             yield from _read_json_rows(path)
         case ".csv" | ".tsv":
@@ -52,31 +57,35 @@ def _read_any(path: Path, columns: tuple[str, ...] | None) -> Rows:
             with open_input(path) as file:
                 yield from read_parquet(path, file)
         case _:
-            with open_input(path):  # refuses a folder, and what is missing
+            with open_input(path):  # a missing file or a folder has an error of its own
                 raise DataError(path, None, f"expected a file that ends in {', '.join(SUFFIXES)} (or that and .gz)")
 
 
+def _read_json_lines(path: Path) -> Rows:
+    for row, line in read_lines(path):
+        yield row, parse_object(path, row, line)
+
+
 def _read_json_rows(path: Path) -> Rows:
-    """Yield the rows of a JSON file: a list, JSON lines by another name, a log, or one of the layouts of pandas."""
+    """Yield the rows of a .json file: a list, JSON lines, an inspect_ai log, or a layout that pandas writes."""
     text = read_text(path, MOST_JSON_BYTES)
     if _holds_json_lines(text):
-        del text
-        for row, line in read_lines(path):
-            yield row, parse_object(path, row, line)
+        del text  # free the memory while the lines are read
+        yield from _read_json_lines(path)
         return
     value = parse_json_text(path, text)
     rows = _find_rows(path, value)
-    for number, value_of_row in enumerate(rows, 1):
-        if not isinstance(value_of_row, dict):
-            problem = f"expected a JSON object, got {type(value_of_row).__name__}"
-            if isinstance(value_of_row, list):
-                problem = f"{problem}; names of columns are needed: write objects"
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            problem = f"expected a JSON object, got {type(row).__name__}"
+            if isinstance(row, list):
+                problem = f"{problem}; column names are needed: write objects"
             raise DataError(path, number, problem)
-        yield number, value_of_row
+        yield number, row
 
 
 def _holds_json_lines(text: str) -> bool:
-    """Whether the first line is a whole object and another one follows."""
+    """Return whether the first line is a complete object and another object follows."""
     first, _, rest = text.strip().partition("\n")
     if not first.startswith("{") or not rest.lstrip().startswith("{"):
         return False
@@ -87,7 +96,7 @@ def _holds_json_lines(text: str) -> bool:
 
 
 def _find_rows(path: Path, value: Any) -> list[Any]:
-    """Return the rows in the value of a JSON file; what has no rows, or leaves open which they are, is refused."""
+    """Return the rows in the value of a JSON file. Raise DataError if there are none or the rows are ambiguous."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
@@ -107,6 +116,7 @@ def _find_rows(path: Path, value: Any) -> list[Any]:
 
 
 def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[str, Any]]:
+    """Return rows as objects, given the names of the columns and the list of cells of each row."""
     names = [str(column) for column in columns]
     _refuse_duplicates(path, names)
     rows = []
@@ -119,39 +129,51 @@ def _name_cells(path: Path, columns: list[Any], table: list[Any]) -> list[dict[s
 
 
 def _rows_of_object(path: Path, table: dict[str, Any]) -> list[Any]:
-    """Return the rows of an object of columns, or of pandas' orient="columns" or "index"."""
+    """Return the rows of an object of columns, or of what pandas writes with orient="columns" or "index"."""
     entries = list(table.values())
     if not any(entries):
         raise DataError(path, None, EXPECTED_ROWS)
     if all(isinstance(entry, list) for entry in entries):
-        lengths = {len(column) for column in entries}
-        if len(lengths) > 1:
-            expected = f"expected columns of equal length, got {join_names(sorted(lengths))}"
-            raise DataError(path, None, expected)
-        rows = []
-        for cells in zip(*entries, strict=True):
-            rows.append(dict(zip(table, cells, strict=True)))
-        return rows
-    if not all(isinstance(entry, dict) for entry in entries):
-        raise DataError(path, None, EXPECTED_ROWS)
-    # pandas numbers the rows of a table without an index of its own, and columns have names.
+        return _rows_of_columns(path, table)
+    if all(isinstance(entry, dict) for entry in entries):
+        return _rows_of_nested_object(path, table)
+    raise DataError(path, None, EXPECTED_ROWS)
+
+
+def _rows_of_columns(path: Path, table: dict[str, list[Any]]) -> list[Any]:
+    """Return the rows of an object of columns, each a list."""
+    lengths = {len(column) for column in table.values()}
+    if len(lengths) > 1:
+        expected = f"expected columns of equal length, got {join_names(sorted(lengths))}"
+        raise DataError(path, None, expected)
+    rows = []
+    for cells in zip(*table.values(), strict=True):
+        rows.append(dict(zip(table, cells, strict=True)))
+    return rows
+
+
+def _rows_of_nested_object(path: Path, table: dict[str, dict[str, Any]]) -> list[Any]:
+    """Return the rows of an object of objects, in which the rows are either the outer or the inner keys."""
+    # Row names are taken to be numbers: pandas numbers the rows of a table without an index, and names the columns.
     outer_are_numbers = all(name.isdecimal() for name in table)
     inner_are_numbers = True
-    for entry in entries:
+    for entry in table.values():
         if not all(name.isdecimal() for name in entry):
             inner_are_numbers = False
     if outer_are_numbers == inner_are_numbers:
         hint = 'either could be the rows; with pandas write orient="records", lines=True to a .jsonl file'
         raise DataError(path, None, f"an object of objects: {hint}")
-    if outer_are_numbers:
-        return entries
-    index = list(entries[0])
-    for name, entry in table.items():
-        if list(entry) != index:
-            raise DataError(path, None, f"{name}: expected the same rows as in {next(iter(table))}")
+    if outer_are_numbers:  # orient="index"
+        return list(table.values())
+    # orient="columns"
+    first_column = next(iter(table))
+    index = list(table[first_column])
+    for name, column in table.items():
+        if list(column) != index:
+            raise DataError(path, None, f"{name}: expected the same rows as in {first_column}")
     rows = []
     for row_name in index:
-        rows.append({name: entry[row_name] for name, entry in table.items()})
+        rows.append({name: column[row_name] for name, column in table.items()})
     return rows
 
 
@@ -159,7 +181,7 @@ EXPECTED_ROWS = 'expected a JSON list of rows, or {"data": [...]}, or {"samples"
 
 
 def check_finished(path: Path, log: dict[str, Any]) -> None:
-    """Refuse a log of inspect_ai whose run failed, was cancelled or is still running. `log` is its header."""
+    """Refuse an inspect_ai log of a run that failed, was cancelled or is still running. `log` is the log's header."""
     status = log.get("status")
     if status is None or status == "success":
         return
@@ -179,16 +201,21 @@ def _refuse_duplicates(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
-    """Yield the rows of a CSV file; names: the columns of a file without a header."""
+    """Yield the rows of a CSV file.
+
+    Args:
+        path: The file.
+        names: The column names of a file without a header; None reads them from the first line.
+    """
     lines = (line for _, line in iterate_lines(path, "line"))
-    first = next((line for line in lines if line.strip()), "")
-    if names is None and first.startswith(('{"', "[{")):
-        raise DataError(path, None, "holds JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
-    delimiter = _find_delimiter(path, first, has_header=names is None)
+    first_line = next((line for line in lines if line.strip()), "")  # blank lines before it are skipped
+    if names is None and first_line.startswith(('{"', "[{")):
+        raise DataError(path, None, "contains JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
+    delimiter = _find_delimiter(path, first_line, has_header=names is None)
     csv.field_size_limit(MAX_LINE_BYTES)
     number = 0
     try:
-        for values in csv.reader(chain([first], lines), delimiter=delimiter, strict=True):
+        for values in csv.reader(chain([first_line], lines), delimiter=delimiter, strict=True):
             if names is None:
                 names = tuple(value.strip() for value in values)
                 _refuse_duplicates(path, names)
@@ -205,7 +232,7 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
 
 
 def _find_delimiter(path: Path, first_line: str, *, has_header: bool) -> str:
-    """Return the most frequent delimiter in the header outside of quotes; a file without a header has commas."""
+    """Return the most frequent delimiter outside of quotes in the header; a file without a header uses commas."""
     if find_suffix(path) == ".tsv":
         return "\t"
     if not has_header:
@@ -215,7 +242,7 @@ def _find_delimiter(path: Path, first_line: str, *, has_header: bool) -> str:
 
 
 def _decimal_comma_hint(values: Sequence[str], delimiter: str) -> str:
-    """Return a hint if decimal commas may have cut numbers of a comma-separated row in two: 0,9."""
+    """Return a hint if a row may have too many cells because of decimal commas, as in 0,9."""
     if delimiter != ",":
         return ""
     for left, right in pairwise(values):
@@ -225,20 +252,32 @@ def _decimal_comma_hint(values: Sequence[str], delimiter: str) -> str:
 
 
 def read_hub(
-    place: str, trouble: str, name: str, split: str, config: str | None = None, revision: str | None = None
+    error_source: str, problem: str, name: str, split: str, config: str | None = None, revision: str | None = None
 ) -> Any:
-    """Return the rows of a dataset on the hub. An error names `place` and reads `trouble`, where {} is the reason."""
+    """Return the rows of a dataset on the Hub.
+
+    Args:
+        error_source: The file or setting that an error names.
+        problem: The message of an error, in which {} is replaced by the reason.
+        name: The dataset.
+        split: Its split.
+        config: Its configuration; None is the default one.
+        revision: Its revision; None is the newest.
+
+    Raises:
+        DataError: `datasets` is not installed, or the dataset cannot be loaded.
+    """
     try:
         from datasets import load_dataset
     except ImportError:
-        raise DataError(place, None, "reading the hub needs datasets: pip install 'catto[train]'") from None
+        raise DataError(error_source, None, "reading the hub needs datasets: pip install 'catto[train]'") from None
     try:
         return load_dataset(name, config, split=split, revision=revision)
-    except Exception as error:  # the errors of the hub, the network and the cache share no class
+    except Exception as error:  # errors from the Hub, the network and the cache have no common class
         reason = type(error).__name__
         if str(error):
             reason = str(error).splitlines()[0]
-        raise DataError(place, None, trouble.format(reason)) from None
+        raise DataError(error_source, None, problem.format(reason)) from None
 
 
 # ---- a whole table at once
@@ -250,8 +289,8 @@ MIN_TABLE_BYTES = 1 << 21
 def read_plain_table(path: Path) -> Any | None:
     """Return a large, simple file as a `pyarrow.Table` without nulls; None if `read_rows` must read it.
 
-    Simple: JSON lines of one flat object each with the same keys and no null, or a CSV file without quotes. All cells
-    of a CSV file are texts. Whatever Arrow reads although `read_rows` refuses it is not simple.
+    A file is simple if it is CSV without quotes, whose cells are all read as texts, or JSON lines of flat objects with
+    the same keys and no nulls. A file that Arrow reads but `read_rows` refuses is never simple.
     """
     suffix = find_suffix(path)
     if suffix not in (".jsonl", ".ndjson", ".csv"):
@@ -260,15 +299,16 @@ def read_plain_table(path: Path) -> Any | None:
         return None
     with open_input(path) as file:
         data = file.read(MOST_JSON_BYTES + 1)
-    has_other_marks = b"\0" in data or b"\r" in data or data.startswith(b"\xef\xbb\xbf")
-    if len(data) > MOST_JSON_BYTES or has_other_marks:
+    has_byte_order_mark = data.startswith(b"\xef\xbb\xbf")
+    has_control_bytes = b"\0" in data or b"\r" in data
+    if len(data) > MOST_JSON_BYTES or has_byte_order_mark or has_control_bytes:
         return None
 
     import pyarrow as arrow
 
     try:
         if not data.isascii():
-            data.decode()
+            data.decode()  # raises UnicodeDecodeError if it is not UTF-8
         table = _parse_csv_table(data) if suffix == ".csv" else _parse_json_table(data)
     except (UnicodeDecodeError, arrow.ArrowException):
         return None
@@ -280,37 +320,43 @@ def read_plain_table(path: Path) -> Any | None:
 
 
 def _parse_json_table(data: bytes) -> Any | None:
+    """Return JSON lines as a table; None if they are not simple, as `read_plain_table` defines it."""
     import pyarrow as arrow
     from pyarrow import compute, json
 
     rows = data.count(b"{")
-    lines = data.count(b"\n") + (not data.endswith(b"\n"))
-    is_whole = data.startswith(b"{") and data.endswith((b"}", b"}\n"))
+    lines = data.count(b"\n")
+    if not data.endswith(b"\n"):
+        lines += 1
+    is_complete = data.startswith(b"{") and data.endswith((b"}", b"}\n"))
     one_object_per_line = rows == data.count(b"}") == lines == data.count(b"}\n{") + 1
-    if not is_whole or not one_object_per_line:
+    if not is_complete or not one_object_per_line:
         return None
     table = json.read_json(arrow.py_buffer(data), read_options=json.ReadOptions(use_threads=False))
     for column in table.columns:
         if arrow.types.is_nested(column.type):
             return None
         if arrow.types.is_floating(column.type) and not compute.all(compute.is_finite(column)).as_py():
-            return None  # more digits than can be read
-    # Every key ends in a quote and a colon. If there are as many as there are cells, no key is repeated.
+            return None  # it may be a whole number with more digits than `read_rows` accepts
+    # Every key ends in a quote and a colon. If there are as many of these as cells, no key is repeated.
     if table.num_rows != rows or data.count(b'":') != rows * table.num_columns:
         return None
     return table
 
 
 def _parse_csv_table(data: bytes) -> Any | None:
+    """Return a CSV file as a table of texts; None if it is not simple, as `read_plain_table` defines it."""
     import pyarrow as arrow
     from pyarrow import csv as arrow_csv
 
     header = data.partition(b"\n")[0].decode()
     names = header.split(",")
+    has_quotes = b'"' in data
     is_padded = any(name != name.strip() for name in names)
     has_other_separator = any(sign in header for sign in ";\t|")
     holds_json = header.startswith(("{", "["))
-    if b'"' in data or is_padded or has_other_separator or holds_json or len(set(names)) < len(names):
+    has_repeated_name = len(set(names)) < len(names)
+    if has_quotes or is_padded or has_other_separator or holds_json or has_repeated_name:
         return None
     options = arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False)
     table = arrow_csv.read_csv(arrow.py_buffer(data), arrow_csv.ReadOptions(use_threads=False), convert_options=options)

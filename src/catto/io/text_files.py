@@ -14,16 +14,16 @@ from catto.errors import DataError, parse_json
 
 # One record is a question or a response of a few kilobytes; a longer line is a broken or foreign file.
 MAX_LINE_BYTES = 16 * 2**20
-# A JSON file is held whole, also when it is unpacked; more rows than this belong into JSON lines.
+# A JSON file is kept in memory, decompressed, as a whole; larger data belong in JSON lines.
 MOST_JSON_BYTES = 2**29
-# Values of such a file: an empty list takes three bytes of text and sixty of memory.
+# Maximum number of values in such a file: an empty list takes three bytes of text but sixty of memory.
 MOST_JSON_VALUES = 2**25
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 def find_suffix(path: Path) -> str:
-    """Return the suffix that names a file's format, without `.gz`; empty if the format is not read.
+    """Return the suffix that names a file's format, ignoring `.gz`; empty if the format is not supported.
 
     >>> find_suffix(Path("rows.jsonl.gz")), find_suffix(Path("rows.txt"))
     ('.jsonl', '')
@@ -40,15 +40,15 @@ def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
 
     Args:
         path: The file.
-        plain: Whether to leave a gzipped file packed.
+        plain: Whether to leave a gzipped file compressed.
 
     Yields:
         The open file.
     """
     try:
         _require_regular_file(path)
-        is_unpacked = path.suffix == ".gz" and not plain
-        file: Any = gzip.open(path, "rb") if is_unpacked else path.open("rb")  # noqa: SIM115 (closed below)
+        decompress = path.suffix == ".gz" and not plain
+        file: Any = gzip.open(path, "rb") if decompress else path.open("rb")  # noqa: SIM115 (closed below)
     except (OSError, ValueError) as error:
         raise DataError(path, None, getattr(error, "strerror", None) or str(error)) from None
     with file:
@@ -56,12 +56,12 @@ def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
             yield file
         except (gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise DataError(path, None, f"broken gzip file: {error}") from None
-        except OSError as error:  # some files of /proc open and cannot be read
+        except OSError as error:  # some files in /proc can be opened but not read
             raise DataError(path, None, error.strerror or str(error)) from None
 
 
 def _require_regular_file(path: Path) -> None:
-    """Raise ValueError for anything else: a pipe would wait for ever, and a device has no end."""
+    """Raise ValueError for anything but a regular file: a pipe could block forever, and a device may have no end."""
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind == stat.S_IFREG:
         return
@@ -74,7 +74,8 @@ def iterate_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[
 
     Args:
         path: The file.
-        unit: What errors call the number. A quoted field of a CSV file may hold line breaks, so a line is no row there.
+        unit: What errors call the number. In a CSV file it is a line: quoted fields may contain line breaks, so lines
+            are not rows.
     """
     with open_input(path) as file:
         number = 0
@@ -96,7 +97,7 @@ def _decode_line(line: bytes, *, is_first: bool) -> str:
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"line is longer than {MAX_LINE_BYTES // 2**20} MB")
     if b"\0" in line:
-        raise ValueError("holds a NUL byte, expected UTF-8 text (this may be UTF-16, or no text)")
+        raise ValueError("contains a NUL byte, expected UTF-8 text (this may be UTF-16, or not text)")
     try:
         return line.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
@@ -104,7 +105,7 @@ def _decode_line(line: bytes, *, is_first: bool) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (row, text) of every line that is not blank, without white space around it; rows count from 1."""
+    """Yield (row, text) of every line that is not blank, with white space stripped; rows are counted from 1."""
     for row, line in iterate_lines(path):
         text = line.strip()
         if text:
@@ -112,7 +113,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
-    """Return a whole small file as text; one of more than `most` bytes is refused."""
+    """Return the text of a small file. Raise DataError for a file of more than `most` bytes."""
     with open_input(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -129,7 +130,7 @@ def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
 
 
 def parse_json_text(path: Path, text: str) -> Any:
-    """Return the value of the text of a JSON file; more values than memory may hold are refused."""
+    """Parse the text of a JSON file. Raise DataError if it is invalid or has too many values for memory."""
     check_value_count(path, None, text)
     try:
         return parse_json(text)
@@ -151,7 +152,7 @@ def check_value_count(path: Path, row: int | None, text: str) -> None:
 
 
 def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
-    """Parse one line; if the first line is of another format, the error says so."""
+    """Parse one line of JSON lines. If the first line looks like a different format, the DataError says so."""
     try:
         value = parse_json(line)
         if isinstance(value, dict):
