@@ -65,8 +65,8 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Capture) ->
     spaced = write_lines(tmp_path / "s.jsonl", [{"id": 1, "confidence": 0.5, "correct": True, "task": "high school"}])
     out = ("--out", tmp_path / "page")
     told: dict[tuple[str | Path, ...], str] = {
-        (nameless, twice): "a.jsonl: no column that names the question to pair the files by: name it with --question",
-        (twice,): "b.jsonl: several answers to one question, expected one",
+        (nameless, twice): "a.jsonl: no question column to pair the files by: name one with --question",
+        (twice,): "b.jsonl: expected one answer per question, got several",
         (f"x={twice}", f"x={nameless}"): "two files are named x: give them names, NAME=FILE",
         (f"../x={twice}",): "model name '../x': expected letters, digits and ._-+",
         (tmp_path / "none.jsonl",): "none.jsonl: No such file",

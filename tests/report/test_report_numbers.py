@@ -173,7 +173,7 @@ def test_damaged_numbers_are_named_with_what_to_do(
 ) -> None:
     path = tmp_path / "numbers.json"
     path.write_text(world.numbers.model_dump_json(indent=1).replace(old, new, 1))
-    with pytest.raises(DataError, match=rf"{field}.*; delete it to measure afresh"):
+    with pytest.raises(DataError, match=rf"{field}.*; delete it to measure again"):
         store.read_numbers(path)
 
 

@@ -25,7 +25,7 @@ from catto.io.record_files import read_records
 from catto.methods import METHODS, SCALINGS
 from catto.metrics.statistics import SeedSummary
 from catto.records import Prediction
-from catto.report.browser import CUT, FALLBACK, LONGEST, PLAIN, RIGHT, Browser
+from catto.report.browser import CUT, FALLBACK, MAX_RESPONSE_CHARACTERS, PLAIN, RIGHT, Browser
 from catto.report.build import build_report
 from catto.report.drawing import render_figure
 from catto.report.figures import KINDS, HistogramContent, Picture, choose_looks, split_by_task
@@ -390,7 +390,7 @@ def test_forced_answers_are_shown_as_they_count() -> None:
 def test_cells_share_the_rows_of_the_page_once_there_are_too_many() -> None:
     """30 rows a cell, at most 70 in all: two cells are whole; with the third and fourth each keeps 70 // 4 = 17."""
     world = measured(SMALL)
-    cell, browser = world.results.cells[0], Browser(world.browser.questions, 70, expected=4)
+    cell, browser = world.results.cells[0], Browser(world.browser.questions, 70, expected_cells=4)
     predictions = list(read_records(world.folder / cell.predictions, Prediction))
     kept = []
     for number in range(4):
@@ -413,14 +413,14 @@ def test_flags_tell_right_fallback_and_cut() -> None:
     world = measured(SMALL)
     cell = world.results.cells[0]
     one = next(iter(read_records(world.folder / cell.predictions, Prediction)))
-    long = one.model_copy(update={"label": one.gold, "source": "fallback", "text": "x" * (LONGEST + 1)})
+    long = one.model_copy(update={"label": one.gold, "source": "fallback", "text": "x" * (MAX_RESPONSE_CHARACTERS + 1)})
     browser = Browser({}, 5)
     browser.add(cell, [long])
     browser.add(cell, [one.model_copy(update={"label": one.gold, "source": "plain"})])
     assert browser.rows[1].flags == RIGHT | PLAIN
     row = browser.rows[0]
     assert row.flags == RIGHT | FALLBACK | CUT
-    assert row.response == "x" * LONGEST
+    assert row.response == "x" * MAX_RESPONSE_CHARACTERS
     assert browser.data()["questions"] == [{"id": one.question, "gold": one.gold}]
 
 

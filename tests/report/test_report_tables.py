@@ -328,7 +328,7 @@ def test_the_headline_names_exactly_the_methods_within_chance_on_all_tasks() -> 
     sure = write_headline(regrouped(*((*place, OVER) for place in places)))
     assert sure.lead == "SFT and 4 others are overconfident by 90 points at the matched budget."
     one = [(*place, INSIDE if place[0] == "rcft" else OUTSIDE) for place in places]
-    told = "No miscalibration of RCFT shows in 30 questions of each task at the matched budget"
+    told = "RCFT shows no miscalibration in 30 questions per task at the matched budget"
     assert write_headline(regrouped(*one)).lead == f"{told}; SFT and 3 others are measurably miscalibrated."
     some = write_headline(regrouped(*one, ("dpo", "snli", INSIDE), ("sft", "snli", INSIDE))).lead
     rest = "SFT and DPO are miscalibrated on some tasks; SFT + temperature scaling and DPO + CATTO are"
@@ -360,7 +360,7 @@ ALONE = {
     ),
     "SFT is too sure of some answers and not sure enough of others: it states 74 % and is right 72 % of the time "
     "(ECE 21; by chance 2 to 5).": (400, 0.74, 0.72, (0.01, 0.03), 0.21, 0.05),
-    "No miscalibration of SFT shows in 400 questions: it states 74 % and is right 72 % of the time (ECE 4; by chance 2 "
+    "SFT shows no miscalibration in 400 questions: it states 74 % and is right 72 % of the time (ECE 4; by chance 2 "
     "to 5).": (400, 0.74, 0.72, (-0.01, 0.05), 0.04, 0.05),
     # The null band holds the ECE, and the interval of the gap excludes 0.
     "SFT is underconfident by 1 point: it states 71 % and is right 72 % of the time (ECE 4; by chance 2 to 5).": (
@@ -372,11 +372,11 @@ ALONE = {
         0.05,
     ),
     # One question, and answers that are all right, have a gap that no resample moves: an interval of no width.
-    "No miscalibration of SFT shows in 1 question: it states 90 % and is right 100 % of the time (ECE 10; by chance 2 "
+    "SFT shows no miscalibration in 1 question: it states 90 % and is right 100 % of the time (ECE 10; by chance 2 "
     "to 90).": (1, 0.9, 1.0, (-0.1, -0.1), 0.1, 0.9),
-    "No miscalibration of SFT shows in 3 questions: it states 90 % and is right 67 % of the time (ECE 24; by chance 2 "
+    "SFT shows no miscalibration in 3 questions: it states 90 % and is right 67 % of the time (ECE 24; by chance 2 "
     "to 60).": (3, 0.9, 2 / 3, (0.1, 0.3), 0.24, 0.6),
-    "No miscalibration of SFT shows in 40 questions: it states 98 % and is right 100 % of the time (ECE 2; by chance 2 "
+    "SFT shows no miscalibration in 40 questions: it states 98 % and is right 100 % of the time (ECE 2; by chance 2 "
     "to 9).": (40, 0.98, 1.0, (-0.02, -0.02), 0.02, 0.09),
 }
 
@@ -387,7 +387,7 @@ def test_one_method_is_told_by_what_it_states_and_how_often_it_is_right(sentence
     told = write_headline(alone(*ALONE[sentence]))
     assert told.lead == told.answer == sentence
     only = f"SNLI: only {n} question{'s' * (n > 1)}; below 30"
-    few = (f"{only} intervals are too narrow and little miscalibration shows.",)
+    few = (f"{only}, intervals are too narrow and miscalibration is hard to detect.",)
     assert told.warnings == (few if n < 30 else ())
 
 
@@ -478,7 +478,7 @@ def test_the_headline_names_forced_cells_first_and_does_not_judge_them() -> None
     tasks = ("snli", "witnesses")
     methods = ("sft", "sft+ts", "dpo", "dpo+catto")
     base = [(name, task, OUTSIDE) for name in methods for task in tasks] + [("rcft", task, INSIDE) for task in tasks]
-    assert write_headline(regrouped(*base)).lead.startswith("No miscalibration of RCFT shows")
+    assert write_headline(regrouped(*base)).lead.startswith("RCFT shows no miscalibration")
     told = write_headline(regrouped(*base, ("rcft", "snli", MOSTLY_FORCED)))
     assert any("RCFT on SNLI, paper's budget: 51 of 60 answers had to be forced" in line for line in told.warnings)
     assert "RCFT" not in told.lead

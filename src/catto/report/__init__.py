@@ -1,5 +1,5 @@
-"""Numbers -> figures and pages: compute first, then draw."""
+"""Turn the results of an experiment into a report: measure first, then write tables, figures and the page."""
 
-# Increased when a number changes its meaning or the page its layout; reports of other versions are then built again.
-# It is defined here because planning an experiment needs it, without importing the numerical libraries.
+# Increase it when the meaning of a number or the layout of the page changes: older reports are then rebuilt.
+# It is defined here because planning an experiment needs it and should not import the numerical libraries.
 VERSION = 9

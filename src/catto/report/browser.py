@@ -1,4 +1,4 @@
-"""The predictions that the page lets a reader browse: a part of them if there are too many."""
+"""Collect the predictions that can be browsed on the page; if there are too many, only a part of each cell."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from catto.answer.response import parse_response
 from catto.records import Prediction, Question, Unparsed
 from catto.report.numbers import Cell
 
-MOST_ROWS = 20_000
-LONGEST = 4_000  # characters of a response on the page; the file has all of it
-# Flags of a row; browser.js reads the same bits.
+MAX_ROWS = 20_000
+MAX_RESPONSE_CHARACTERS = 4_000  # longer responses are cut on the page, but not in the file of predictions
+# Flags of a row, as bits; browser.js has the same constants.
 RIGHT = 1
 FALLBACK = 2
 CUT = 4
@@ -21,7 +21,7 @@ PLAIN = 8
 
 
 class QuestionKey(NamedTuple):
-    """Which question: names are unique within a task; `gold` is the answer that the prediction is compared with."""
+    """Identifies a question. Names are unique within a task; `gold` is the answer that counts as right."""
 
     task: str
     name: str
@@ -29,7 +29,7 @@ class QuestionKey(NamedTuple):
 
 
 class BrowserRow(NamedTuple):
-    """One prediction on the page. cell: its number among the cells; flags: the sum of RIGHT, FALLBACK, CUT, PLAIN."""
+    """One prediction on the page. cell: index into `Browser.cells`; flags: RIGHT, FALLBACK, CUT and PLAIN, combined."""
 
     cell: int
     question: QuestionKey
@@ -41,47 +41,47 @@ class BrowserRow(NamedTuple):
 
 @dataclass
 class Browser:
-    """The predictions that the page holds, collected cell by cell.
+    """The predictions on the page, collected cell by cell.
 
     Attributes:
-        questions: task -> id -> question, as far as they are known.
-        most: number of predictions up to which all are kept; if there are more, every cell keeps an equal share.
-        expected: number of cells that will be added.
-        unparsed: whether forced answers count as they are or as wrong.
+        questions: task -> id -> question, for the questions that are known.
+        max_rows: all predictions are kept up to this number; beyond it, every cell keeps an equal share.
+        expected_cells: number of cells that will be added.
+        unparsed: "wrong" if forced answers count as wrong, "fallback" if they count as they are.
         total: number of predictions added so far.
-        cells: what the page shows of each cell.
+        cells: what the page shows about each cell.
         rows: the predictions that are kept.
     """
 
     questions: Mapping[str, Mapping[str, Question]]
-    most: int = MOST_ROWS
-    expected: int = 1
+    max_rows: int = MAX_ROWS
+    expected_cells: int = 1
     unparsed: Unparsed = "fallback"
     total: int = 0
     cells: list[dict[str, Any]] = field(default_factory=list)
     rows: list[BrowserRow] = field(default_factory=list)
 
     def add(self, cell: Cell, predictions: Sequence[Prediction]) -> None:
-        """Keep the cell's most telling predictions: those whose confidence is furthest from what happened."""
-        number = len(self.cells)
+        """Keep the cell's most surprising predictions: those whose confidence is furthest from the outcome (0 or 1)."""
+        cell_index = len(self.cells)
         self.cells.append(cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}))
         self.total += len(predictions)
-        has_too_many = self.total > self.most
-        share = max(1, self.most // self.expected)
+        has_too_many = self.total > self.max_rows
+        share = max(1, self.max_rows // self.expected_cells)
         kept = sorted(predictions, key=self._rank_by_surprise)
         if has_too_many:
             kept = kept[:share]
-        self.rows += [self._make_row(number, prediction) for prediction in kept]
-        if has_too_many:
+        self.rows += [self._make_row(cell_index, prediction) for prediction in kept]
+        if has_too_many:  # cells added before there were too many still have all their rows
             self.rows = _keep_share(self.rows, share)
 
     def data(self) -> dict[str, Any]:
         """Return what browser.js reads: the cells, the questions, and the rows as columns that refer to both."""
         keys = list(dict.fromkeys(row.question for row in self.rows))
-        number_of = {key: number for number, key in enumerate(keys)}
+        question_index = {key: index for index, key in enumerate(keys)}
         columns = [
             [row.cell for row in self.rows],
-            [number_of[row.question] for row in self.rows],
+            [question_index[row.question] for row in self.rows],
             [row.answer for row in self.rows],
             [row.confidence for row in self.rows],
             [row.flags for row in self.rows],
@@ -102,7 +102,7 @@ class Browser:
         flags = 0
         if self._is_right(prediction):
             flags |= RIGHT
-        if len(response) > LONGEST:
+        if len(response) > MAX_RESPONSE_CHARACTERS:
             flags |= CUT
         if prediction.is_forced:
             flags |= FALLBACK
@@ -114,11 +114,11 @@ class Browser:
             answer=prediction.choice,
             confidence=round(prediction.confidence, 5),
             flags=flags,
-            response=response[:LONGEST],
+            response=response[:MAX_RESPONSE_CHARACTERS],
         )
 
     def _read_reasoning(self, prediction: Prediction) -> str:
-        """Return the response without its answer; all of it if nothing is left."""
+        """Return the response without its answer; the whole response if nothing else is in it."""
         question = self._find_question(prediction.task, prediction.question)
         if question is None:
             labels = tuple(label for label in (prediction.label, prediction.gold) if label)
@@ -130,7 +130,7 @@ class Browser:
         return self.questions.get(task, {}).get(name)
 
     def _describe_question(self, key: QuestionKey) -> dict[str, Any]:
-        """Return what the page shows of a question: its texts, options and posterior, as far as they are known."""
+        """Return what the page shows about a question: its texts, options and posterior, if they are known."""
         described: dict[str, Any] = {"id": key.name, "gold": key.gold}
         question = self._find_question(key.task, key.name)
         if question is None:
@@ -143,7 +143,7 @@ class Browser:
 
 
 def _keep_share(rows: Iterable[BrowserRow], share: int) -> list[BrowserRow]:
-    """Return the first rows of each cell, `share` of them at most."""
+    """Return the first rows of each cell, at most `share` per cell."""
     kept = []
     counts: Counter[int] = Counter()
     for row in rows:

@@ -1,7 +1,7 @@
-"""Results -> numbers, tables, figures, the page, and cards in the format of the Hugging Face hub.
+"""Write a report (numbers, tables, figures and the page), and cards in the format of the Hugging Face Hub.
 
-A model card has the results as `model-index`, a dataset card the columns of predictions. `huggingface_hub` makes and
-checks their YAML; nothing is sent.
+A model card lists the results as `model-index`; a dataset card describes the columns of the predictions.
+`huggingface_hub` writes and validates their YAML; nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ __all__ = ["build_report", "read_experiment", "results_of_files", "write_cards"]
 
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
+# The title of a dataset card begins with this; `write_cards` replaces only a README.md that has it.
 TITLE = "Predictions of"
-# A server or a file chose the names of models: the longest that cards show.
+# Cards cut longer names of models, which come from a server or a file.
 MAX_NAME_LENGTH = 120
-# JSON schema -> the column's type in `datasets`. A dict whose keys differ from row to row has no fixed columns.
+# JSON schema type -> column type in `datasets`. A dict is `json`, because its keys may differ from row to row.
 DTYPES = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64", "object": "json"}
 
 
@@ -57,7 +58,7 @@ def build_report(results: Results, folder: Path, out: Path, progress: ProgressCa
         results: The experiment.
         folder: Its folder.
         out: Folder of the report. Numbers and figures of an earlier build with the same inputs are kept.
-        progress: Called with the number of finished steps of measuring and their total.
+        progress: Called with the number of finished measuring steps and their total.
 
     Returns:
         Path of the page.
@@ -80,40 +81,41 @@ def _write_tables(tables: Sequence[Table], folder: Path) -> None:
     for table in tables:
         write_text(folder / f"{table.name}.md", render_markdown(table))
         write_text(folder / f"{table.name}.csv", csv_text(table))
-        # LaTeX is printed on a page that has room for the paper's columns only.
+        # A LaTeX table has to fit a printed page, which has room for the paper's columns only.
         write_text(folder / f"{table.name}.tex", render_latex(table.in_papers_shape()))
 
 
 def _write_figures(
     results: Results, numbers: Numbers, answers: Sequence[CellAnswers], folder: Path
 ) -> list[tuple[Picture, str]]:
-    """Draw the figures, unless an earlier build drew them from the same inputs; return each with its SVG."""
-    made_by = [VERSION, library_versions("matplotlib")]
+    """Draw the figures that an earlier build has not drawn from the same inputs; return all, each with its SVG text."""
+    versions = [VERSION, library_versions("matplotlib")]
     cells = [cell.model_dump(mode="json") for cell in results.cells]
-    key = content_hash([made_by, numbers.model_dump(mode="json"), cells])
-    key_file = folder / "inputs.json"
-    same_inputs = key_file.exists() and key in key_file.read_text(encoding="utf-8", errors="replace")
+    inputs_hash = content_hash([versions, numbers.model_dump(mode="json"), cells])
+    hash_file = folder / "inputs.json"
+    same_inputs = hash_file.exists() and inputs_hash in hash_file.read_text(encoding="utf-8", errors="replace")
     method_looks = choose_looks(cell.method for cell in results.cells)
     drawn = []
     for picture in make_pictures(results, numbers, answers):
         path = folder / f"{picture.name}.svg"
-        if not (same_inputs and path.exists()):
+        is_up_to_date = same_inputs and path.exists()
+        if not is_up_to_date:
             svg = render_figure(partial(picture.draw, method_looks), ".svg")
             write_text(path, svg.decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
-    write_text(key_file, json.dumps({"inputs": key}) + "\n")
+    write_text(hash_file, json.dumps({"inputs": inputs_hash}) + "\n")
     return drawn
 
 
 class ExperimentAnswers(NamedTuple):
-    """The answers of each cell, and the predictions that the page shows."""
+    """The answers of each cell, and the predictions for the browser on the page."""
 
     answers: list[CellAnswers]
     browser: Browser
 
 
 def read_experiment(results: Results, folder: Path) -> ExperimentAnswers:
-    """Read the answers of an experiment with their questions.
+    """Read the answers of an experiment, with their questions.
 
     Args:
         results: The experiment.
@@ -126,12 +128,12 @@ def read_experiment(results: Results, folder: Path) -> ExperimentAnswers:
             for question in read_records(folder / path, Question):
                 by_id[question.id] = question
     unparsed = results.evaluation.unparsed
-    browser = Browser(questions, expected=len(results.cells), unparsed=unparsed)
+    browser = Browser(questions, expected_cells=len(results.cells), unparsed=unparsed)
     answers = []
     for cell in results.cells:
-        file = read_cell(cell, folder, questions.get(cell.task, {}), unparsed)
-        answers.append(file.answers)
-        browser.add(cell, file.predictions)
+        cell_file = read_cell(cell, folder, questions.get(cell.task, {}), unparsed)
+        answers.append(cell_file.answers)
+        browser.add(cell, cell_file.predictions)
     return ExperimentAnswers(answers, browser)
 
 
@@ -150,24 +152,24 @@ def results_of_files(
     unparsed: Unparsed = "fallback",
     baseline: str | None = None,
 ) -> Results:
-    """Write the answers of each model as predictions, and return the results to build a page from.
+    """Write the answers of each model as predictions, and return results from which a page can be built.
 
-    Columns that a file does not have are left empty; without labels, an answer is `right` or `wrong`.
+    Fields without a column in the file stay empty. If a row has no labels, its label is `right` or `wrong`.
 
     Args:
         files: Name of a model -> file with one answer per question, in any form that `catto measure` reads.
         names: Names of the columns.
-        out: Folder of the predictions.
-        task: Task of the rows that name none.
+        out: Folder to which the predictions are written.
+        task: Task of the rows that do not name one.
         unparsed: Whether forced answers count as wrong.
-        baseline: Name of the model that the others are compared with.
+        baseline: Name of the model that the others are compared with; None if nothing is compared.
     """
     by_model: dict[str, TaskPredictions] = {}
     for model, path in files.items():
         checked_name(model, "model", plus=True)
         by_model[model] = _read_model(path, names, model=model, task=task, has_other_files=len(files) > 1)
     _check_same_questions(files, by_model)
-    # Everything was read and checked, so files are written from here on.
+    # Files are written only now, after everything has been read and checked.
     cells = []
     for model, tasks in by_model.items():
         for name, predictions in tasks.items():
@@ -184,7 +186,10 @@ def results_of_files(
 
 
 def _read_model(path: Path, names: ColumnNames, *, model: str, task: str, has_other_files: bool) -> TaskPredictions:
-    """Read the predictions of one model by task, and check the names of tasks and that no question repeats."""
+    """Read the predictions of one model by task; check the task names, and that no question repeats.
+
+    The parameters are those of `_read_predictions`.
+    """
     tasks: TaskPredictions = {}
     for prediction in _read_predictions(path, names, model=model, task=task, has_other_files=has_other_files):
         tasks.setdefault(prediction.task, []).append(prediction)
@@ -193,7 +198,7 @@ def _read_model(path: Path, names: ColumnNames, *, model: str, task: str, has_ot
             checked_name(name, "task")
         questions = {prediction.question for prediction in predictions}
         if len(questions) < len(predictions):
-            problem = "several answers to one question, expected one: `catto select --out` chooses among samples"
+            problem = "expected one answer per question, got several: `catto select --out` chooses among samples"
             raise DataError(path, None, problem)
     return tasks
 
@@ -206,18 +211,19 @@ def _write_cell(out: Path, model: str, task: str, predictions: Sequence[Predicti
 
 
 def _check_same_questions(files: Mapping[str, Path], by_model: Mapping[str, TaskPredictions]) -> None:
-    """Raise DataError, which names both files, if two models did not answer the same questions of a task."""
+    """Raise DataError, naming both files, if two models did not answer the same questions of a task."""
     first_model: dict[str, str] = {}  # task -> the model that the others are compared with
     for model, tasks in by_model.items():
         for task, predictions in tasks.items():
-            other = first_model.setdefault(task, model)
+            first = first_model.setdefault(task, model)
             questions = {prediction.question for prediction in predictions}
-            other_questions = {prediction.question for prediction in by_model[other][task]}
-            _refuse_missing(files[model], files[other], other_questions - questions)
-            _refuse_missing(files[other], files[model], questions - other_questions)
+            first_questions = {prediction.question for prediction in by_model[first][task]}
+            _refuse_missing(files[model], files[first], first_questions - questions)
+            _refuse_missing(files[first], files[model], questions - first_questions)
 
 
 def _refuse_missing(path: Path, other: Path, missing: set[str]) -> None:
+    """Raise DataError if any questions are `missing` from the file `path` that the file `other` answers."""
     if not missing:
         return
     problem = f"does not answer {len(missing):,} of the questions in {other}, such as {min(missing)!r}"
@@ -227,9 +233,19 @@ def _refuse_missing(path: Path, other: Path, missing: set[str]) -> None:
 def _read_predictions(
     path: Path, names: ColumnNames, *, model: str, task: str, has_other_files: bool
 ) -> Iterator[Prediction]:
+    """Yield a prediction for each row of a file of answers.
+
+    Args:
+        path: The file.
+        names: Names of its columns.
+        model: Name of the model.
+        task: Task of the rows that do not name one.
+        has_other_files: Whether questions must be named, so that rows can be paired with those of other files.
+    """
     answers = read_graded(path, names)
     if answers.question is None and has_other_files:
-        raise DataError(path, None, "no column that names the question to pair the files by: name it with --question")
+        raise DataError(path, None, "no question column to pair the files by: name one with --question")
+    # The columns have the confidences and grades; other fields, such as the text, are only in the rows.
     for index, (row, fields) in enumerate(read_answers(path, names)):
         if answers.question is None:
             question = f"row {row}"
@@ -262,7 +278,7 @@ class _LabelAndGold(NamedTuple):
 
 
 def _read_labels(fields: Fields, names: ColumnNames, *, is_correct: bool) -> _LabelAndGold:
-    """Return label and gold of a row; `right` or `wrong` if it has none, or if they contradict `is_correct`."""
+    """Return label and gold of a row. If it lacks one or they contradict `is_correct`, use `right` and `wrong`."""
     judged = _LabelAndGold("right" if is_correct else "wrong", "right")
     try:
         label = answer_of(names.prediction or "label", fields)
@@ -279,17 +295,17 @@ def _read_labels(fields: Fields, names: ColumnNames, *, is_correct: bool) -> _La
 
 @dataclass(frozen=True)
 class CardContent:
-    """What a model card shows.
+    """The content of a model card.
 
     Attributes:
-        model: Name of the model, of any origin; it is escaped.
-        task: Name of the task, of any origin; it is escaped.
+        model: Name of the model. It need not be trusted, because it is escaped.
+        task: Name of the task. It need not be trusted, because it is escaped.
         split: Split of the questions.
         rows: Number of answers.
         metrics: Metric -> value with its interval, at least those of REPORTED.
-        picture: Path of the reliability diagram as seen from the card.
-        null: Null band of the ECE; None if it is not known.
-        sources: How the answers were parsed; None if it is not known.
+        picture: Path of the reliability diagram, relative to the card.
+        null: Null band of the ECE; None if unknown.
+        sources: How the answers were parsed; None if unknown.
     """
 
     model: str
@@ -303,7 +319,7 @@ class CardContent:
 
 
 def render_model_card(content: CardContent) -> str:
-    """Render a model card: the results as `model-index` metadata, and as a table with the reliability diagram."""
+    """Render a model card: results as `model-index` metadata, and as a table with the reliability diagram."""
     model_title = display_name(content.model, "a model without a name")
     task_title = display_name(content.task, "a task without a name")
     dataset = task_title
@@ -349,8 +365,8 @@ def display_name(name: str, otherwise: str) -> str:
     """Return a name on one line of at most 120 characters, without control characters.
 
     Args:
-        name: A name of any origin.
-        otherwise: Returned for an empty name.
+        name: A name, which need not be trusted.
+        otherwise: Returned if the name is empty.
 
     >>> display_name("tiny\\nmodel", "unknown")
     'tiny model'
@@ -366,9 +382,9 @@ class NamedCard(NamedTuple):
 
 
 def make_experiment_cards(numbers: Numbers) -> Iterator[NamedCard]:
-    """Yield a card for each model and task of the first seed; a reliability diagram has the same name.
+    """Yield a card for each model and task of the first seed; its name is also that of a reliability diagram.
 
-    Temperature-scaled methods have none: their confidence is not the model's own.
+    Rescaled methods get no card: their confidence is not the model's own.
     """
     first_seed = min(cell.seed for cell in numbers.cells)
     for cell in numbers.cells:
@@ -392,10 +408,10 @@ def make_experiment_cards(numbers: Numbers) -> Iterator[NamedCard]:
 
 
 def write_cards(path: Path) -> list[str]:
-    """Write reliability.png, model_card.md and the dataset card README.md next to predictions.
+    """Write reliability.png, model_card.md and the dataset card README.md next to a file of predictions.
 
-    With the dataset card, `datasets.load_dataset` reads the folder. A README.md with other contents is kept: the folder
-    may be the model's.
+    The dataset card lets `datasets.load_dataset` read the folder. A README.md that is not such a card is kept: it may
+    describe a model in the same folder.
 
     Args:
         path: File of predictions.
@@ -404,17 +420,15 @@ def write_cards(path: Path) -> list[str]:
         Names of the files written.
     """
     answers = read_graded(path)
-    columns: set[str] = set()
-    for row in read_records(path, Prediction):
-        columns.update(row.model_dump())
+    summary = summarise_answers(answers, MeasureSettings(REPORTED))
+    null_band = summary.metrics["ece"].null
+    columns = _list_columns(path)
     first = next(iter(read_records(path, Prediction)))
     model = display_name(Path(first.model).name, "a model")
-    summary = summarise_answers(answers, MeasureSettings(REPORTED))
-    null = summary.metrics["ece"].null
 
     picture = path.with_name("reliability.png")
     bins = reliability(answers.confidence, answers.correct)
-    panel = Panel(model, bins, null=null, sources=summary.sources)
+    panel = Panel(model, bins, null=null_band, sources=summary.sources)
     write_figure(partial(reliability_figure, [panel]), picture)
 
     content = CardContent(
@@ -424,7 +438,7 @@ def write_cards(path: Path) -> list[str]:
         rows=summary.rows,
         metrics={name: metric.interval for name, metric in summary.metrics.items()},
         picture=picture.name,
-        null=null,
+        null=null_band,
         sources=summary.sources,
     )
     card = path.with_name("model_card.md")
@@ -432,13 +446,21 @@ def write_cards(path: Path) -> list[str]:
     written = [picture.name, card.name]
 
     readme = path.with_name("README.md")
-    is_ours = not readme.exists() or f"# {TITLE}" in readme.read_text(encoding="utf-8", errors="replace")
-    if is_ours:
+    may_write = not readme.exists() or f"# {TITLE}" in readme.read_text(encoding="utf-8", errors="replace")
+    if may_write:
         task = display_name(first.task, "a task")
         title = f"{TITLE} {model} on {task}"
         write_text(readme, render_dataset_card(title, split=first.split, file=path.name, columns=columns))
         written.append(readme.name)
     return written
+
+
+def _list_columns(path: Path) -> set[str]:
+    """Return the fields of all predictions in a file together: a row omits its empty optional fields."""
+    columns: set[str] = set()
+    for row in read_records(path, Prediction):
+        columns.update(row.model_dump())
+    return columns
 
 
 def render_dataset_card(title: str, *, split: str, file: str, columns: Collection[str]) -> str:
@@ -448,7 +470,7 @@ def render_dataset_card(title: str, *, split: str, file: str, columns: Collectio
         title: Title of the card.
         split: Split of the questions.
         file: Name of the file of predictions.
-        columns: The fields that its rows have.
+        columns: The fields that appear in its rows.
     """
     features = []
     for name, column in Prediction.model_json_schema()["properties"].items():

@@ -1,4 +1,4 @@
-"""Figures: the colours, style and files that all of them share, and reliability diagrams in the paper's form."""
+"""What all figures share (colours, style, output files), and reliability diagrams in the form of the paper."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from catto.metrics.binning import Reliability
 from catto.metrics.intervals import NullBand
 from catto.report.numbers import supported_decimals
 
-# Blue and vermilion stay apart under every common colour blindness, and by lightness and hatching in grey print.
+# Blue and vermilion differ under every common colour blindness; in grey print, lightness and hatching differ.
 BLUE = "#5B9BD5"
 RED = "#C8321E"
 PALE = "#F7D6CF"
 INK = "#1F2933"
 GREY = "#9AA5B1"
 STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
-# Format -> metadata without dates, so that equal figures are equal files.
+# Suffix -> metadata without dates, so that equal figures give identical files.
 UNDATED: dict[str, Any] = {".svg": {"Date": None, "Creator": None}, ".pdf": {"CreationDate": None}, ".png": {}}
-FEW_ANSWERS = 10  # a bin with fewer is drawn pale: a single answer moves its accuracy by more than 10 points
-TITLE_WIDTH = 30  # characters of a panel's title before it is broken into lines
+FEW_ANSWERS = 10  # bins with fewer are drawn pale: a single answer changes their accuracy by more than 10 points
+TITLE_WIDTH = 30  # maximum number of characters in a line of a panel's title
 BAR_STYLE: dict[str, Any] = {"align": "edge", "color": BLUE, "edgecolor": INK, "linewidth": 0.6}
 GAP_STYLE: dict[str, Any] = {
     "align": "edge",
@@ -44,7 +44,7 @@ GAP_STYLE: dict[str, Any] = {
 
 
 def format_percent(share: float, _: float = 0.0) -> str:
-    """Format a share as the label of a tick.
+    """Format a share as a tick label. matplotlib also passes the position of the tick, which is ignored.
 
     >>> format_percent(0.25)
     '25 %'
@@ -53,10 +53,10 @@ def format_percent(share: float, _: float = 0.0) -> str:
 
 
 def render_figure(draw: Callable[[], Figure], suffix: str) -> bytes:
-    """Draw a figure in the common style; equal figures give equal bytes.
+    """Draw a figure in the common style; equal figures give identical bytes.
 
     Args:
-        draw: makes the figure; it is called within the style.
+        draw: makes the figure; called while the style is active.
         suffix: the format, ".svg", ".png" or ".pdf".
 
     Returns:
@@ -65,19 +65,19 @@ def render_figure(draw: Callable[[], Figure], suffix: str) -> bytes:
     out = io.BytesIO()
     with matplotlib.rc_context({"figure.dpi": 200}, STYLE):
         figure = draw()
-        # Laid out once and here: with `layout="constrained"`, savefig draws everything an extra time. The padding keeps
-        # the last tick of a panel apart from the first tick of the next panel.
+        # The layout is computed once, here: with `layout="constrained"`, savefig would draw everything an extra time.
+        # The padding separates the last tick of a panel from the first tick of the next one.
         ConstrainedLayoutEngine(w_pad=0.1).execute(figure)
         figure.savefig(out, format=suffix.removeprefix("."), metadata=UNDATED[suffix])
     return out.getvalue()
 
 
 def write_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Write a figure, whole or not at all.
+    """Write a figure to a file atomically.
 
     Args:
-        draw: makes the figure; it is called within the common style.
-        path: the file; its suffix, .svg, .png or .pdf, is the format.
+        draw: makes the figure; called while the common style is active.
+        path: the file; its suffix (.svg, .png or .pdf) sets the format.
     """
     suffix = path.suffix.lower()
     if suffix not in UNDATED:
@@ -93,9 +93,9 @@ class Panel:
 
     Attributes:
         title: printed above the diagram.
-        bins: the answers by confidence.
-        null: the ECE of a perfectly calibrated model by chance; None if it is not known.
-        sources: how the answers were read; None if it is not known.
+        bins: the answers, binned by confidence.
+        null: the range of ECE that a perfectly calibrated model has by chance; None if unknown.
+        sources: how the answers were parsed; None if unknown.
     """
 
     title: str
@@ -104,7 +104,7 @@ class Panel:
     sources: ParseCounts | None = None
 
     def note(self) -> str:
-        """Return the lines under the title: share of forced answers if too high, ECE, its null band, N and bins."""
+        """Return the lines under the title: ECE, null band, N and bins, and the share of forced answers if too high."""
         digits = supported_decimals(self.bins.rows)
         ece = float(self.bins.share @ np.abs(self.bins.gap))
         lines = []
@@ -120,10 +120,10 @@ class Panel:
 
 
 def reliability_figure(panels: Sequence[Panel]) -> Figure:
-    """Draw the panels side by side, each over its histogram, all on the same axes.
+    """Draw the panels side by side with shared axes, each above a histogram of its confidences.
 
-    Bars are accuracies; red fills what lies between a bin's accuracy and its mean confidence. Below: how often each
-    confidence occurs, with lines at mean confidence and accuracy.
+    Bars show the accuracy of each bin, and red areas the gap between its accuracy and its mean confidence. Lines in the
+    histogram mark the mean confidence and the accuracy of all answers.
 
     Args:
         panels: at least one diagram.
@@ -155,7 +155,7 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
 
 
 def _draw_diagram(axes: Axes, panel: Panel) -> None:
-    """Draw the accuracy of each bin that has answers, and its gap to the mean confidence."""
+    """Draw the accuracy of each non-empty bin, and its gap to the mean confidence of the bin."""
     bins = panel.bins
     has_answers = bins.count > 0
     left = bins.edges[:-1][has_answers]
@@ -173,13 +173,13 @@ def _draw_diagram(axes: Axes, panel: Panel) -> None:
     if has_few.any():
         legend_title = f"pale: under {FEW_ANSWERS} answers"
         legend_lines = 4
-    # The title is above the note on the left and the legend on the right, and no wider than the panel.
+    # Below the title, which is no wider than the panel, are the note on the left and the legend on the right.
     note = panel.note()
     lines_below_title = max(len(note.splitlines()), legend_lines)
     axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 12 * lines_below_title)
     axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=8.5, va="bottom")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=legend_title, title_fontsize=8.5)
-    # After the legend, whose own patches stay as they are. Every bin has two: its accuracy, then its gap.
+    # This comes after the legend, whose patches must not turn pale. The accuracy bars come first, then the gap bars.
     for patch, is_pale in zip(axes.patches, np.tile(has_few, 2), strict=True):
         if is_pale:
             patch.set_alpha(0.4)

@@ -1,4 +1,4 @@
-"""The report in words: whose confidence is best, who is miscalibrated, which numbers to mistrust."""
+"""The report in words: whose confidence is best, which methods are miscalibrated, which numbers to mistrust."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from catto.report.tables import (
     task_title,
 )
 
-# The method of the paper; the headline always says what its term did.
+# The paper's method; the headline always says what its calibration term did.
 PAPERS_TERM = "dpo+catto"
 
 
@@ -29,10 +29,10 @@ class Headline(NamedTuple):
     """The report in words.
 
     Attributes:
-        question: what the report answers, one sentence.
-        answer: the answer, up to three sentences.
-        warnings: which numbers to mistrust.
+        question: the question that the report answers, in one sentence.
+        answer: the answer, in up to three sentences.
         best: which methods are best by true error or Brier score; empty without a verdict.
+        warnings: which numbers to mistrust.
         lead: which methods are miscalibrated.
         points: for each budget, how the methods compare with DPO.
     """
@@ -46,7 +46,7 @@ class Headline(NamedTuple):
 
 
 def write_headline(numbers: Numbers) -> Headline:
-    """Sum up the in-distribution numbers, or the out-of-distribution ones if there are no others."""
+    """Summarise the numbers of the first screen in words."""
     groups = numbers.first_screen
     at_budget = ""
     if len(numbers.budgets) > 1:
@@ -77,22 +77,22 @@ def write_headline(numbers: Numbers) -> Headline:
 
 
 class StatedConfidence(NamedTuple):
-    """What a method states and how often it is right, in percent, means over tasks."""
+    """The mean confidence that a method states, and its accuracy, in per cent, averaged over tasks."""
 
     confidence: float
     accuracy: float
 
     @property
     def gap(self) -> float:
-        """Distance between the two, in points."""
+        """Distance between confidence and accuracy, in points."""
         return abs(self.confidence - self.accuracy)
 
 
 def _describe_stated_confidence(groups: Sequence[GroupNumbers], verdict: Verdict, baseline: str | None) -> str | None:
-    """Say what the baseline, the best method and the paper's term state and how often they are right.
+    """Compare stated confidence and accuracy of the baseline, the best method and the paper's method.
 
     Returns:
-        Two or three sentences; None if there is no baseline, or its answers were forced.
+        One to three sentences; None if there is no baseline, or too many of its answers were forced.
     """
     stated = _average_over_tasks(groups)
     if baseline is None or baseline not in stated:
@@ -108,7 +108,7 @@ def _describe_stated_confidence(groups: Sequence[GroupNumbers], verdict: Verdict
         after = stated[best]
         sentences.append(
             f"With {method_title(best)} it states {after.confidence:.{digits}f} % "
-            f"and is right {after.accuracy:.{digits}f} %."
+            f"and is right {after.accuracy:.{digits}f} % of the time."
         )
     if PAPERS_TERM in stated and PAPERS_TERM not in (baseline, best):
         sentences.append(_describe_papers_term(stated[PAPERS_TERM], before, digits))
@@ -116,7 +116,7 @@ def _describe_stated_confidence(groups: Sequence[GroupNumbers], verdict: Verdict
 
 
 def _average_over_tasks(groups: Sequence[GroupNumbers]) -> dict[str, StatedConfidence]:
-    """Return method -> what it states, without methods whose answers were forced."""
+    """Return method -> its mean confidence and accuracy, without methods with too many forced answers."""
     by_method: dict[str, list[GroupNumbers]] = {}
     forced = {group.method for group in groups if group.sources.forced}
     for group in groups:
@@ -131,7 +131,7 @@ def _average_over_tasks(groups: Sequence[GroupNumbers]) -> dict[str, StatedConfi
 
 
 def _choose_best_leader(stated: Mapping[str, StatedConfidence], verdict: Verdict) -> str | None:
-    """Of the methods that share the lead, return the one whose stated confidence is closest to its accuracy."""
+    """Return the leader of the verdict whose mean confidence is closest to its accuracy; None if none is comparable."""
     leaders = [method for method in verdict.leaders if method in stated]
     if not leaders:
         return None
@@ -142,7 +142,7 @@ def _describe_papers_term(term: StatedConfidence, before: StatedConfidence, digi
     shown = f"{term.confidence:.{digits}f} %"
     if abs(term.confidence - before.confidence) < 1:
         return f"The paper's term changes nothing here ({shown})."
-    return f"With the paper's term it states {shown} and is right {term.accuracy:.{digits}f} %."
+    return f"With the paper's term it states {shown} and is right {term.accuracy:.{digits}f} % of the time."
 
 
 # ---- warnings
@@ -155,7 +155,7 @@ def _write_warnings(groups: Sequence[GroupNumbers]) -> tuple[str, ...]:
             warnings.append(_warn_of_few_questions(group))
         if group.sources.forced:
             warnings.append(_warn_of_forced_answers(group))
-    return tuple(dict.fromkeys(warnings))  # a model that both budgets share is named once
+    return tuple(dict.fromkeys(warnings))  # a model that both budgets share gives the same warning twice
 
 
 def _warn_of_few_questions(group: GroupNumbers) -> str:
@@ -164,7 +164,7 @@ def _warn_of_few_questions(group: GroupNumbers) -> str:
         noun = "question"
     return (
         f"{task_title(group.task)}: only {group.n} {noun}; "
-        f"below {FEW_QUESTIONS} intervals are too narrow and little miscalibration shows."
+        f"below {FEW_QUESTIONS}, intervals are too narrow and miscalibration is hard to detect."
     )
 
 
@@ -186,7 +186,7 @@ def _describe_best(verdict: Verdict) -> str:
 
 
 def _describe_leaders(verdict: Verdict, baseline: str | None) -> str:
-    """Name the methods whose confidence is best, without breaking ties."""
+    """Name the methods whose confidence is best; methods that are not significantly worse share the lead."""
     leaders = verdict.leaders
     lowest = _format_loss(verdict, leaders[0])
     highest = _format_loss(verdict, leaders[-1])
@@ -213,7 +213,7 @@ def _describe_leaders(verdict: Verdict, baseline: str | None) -> str:
 
 
 def _format_loss(verdict: Verdict, method: str) -> str:
-    """Format the loss of a method with the decimals that N supports: true error in points, Brier score as it is."""
+    """Format the loss of a method with the decimals that N supports: true error in points, Brier score from 0 to 1."""
     loss = verdict.losses[method]
     digits = supported_decimals(verdict.n)
     if verdict.metric == "true_error":
@@ -225,13 +225,14 @@ def _format_loss(verdict: Verdict, method: str) -> str:
 
 
 def _describe_calibration(groups: Sequence[GroupNumbers], at_budget: str) -> str:
-    """Say of which methods no miscalibration shows, and how far off the others are; forced answers are not judged."""
+    """Say which methods show no miscalibration and how far off the others are, ignoring those with forced answers."""
     forced = {group.method for group in groups if group.sources.forced}
     judged = [group for group in groups if group.method not in forced]
     if not judged:
         return "No verdict on calibration: too many answers had to be forced."
     gaps = _collect_gaps(judged)
-    # 0 is a task without visible miscalibration. nan is one with gaps of both signs: it counts as true.
+    # A gap of 0 means that no miscalibration shows on the task; nan means gaps of both signs, and is true in any() and
+    # all().
     clear = [title for title, values in gaps.items() if not any(values)]
     off = [title for title, values in gaps.items() if all(values)]
     mixed = [title for title in gaps if title not in clear and title not in off]
@@ -252,7 +253,7 @@ def _describe_calibration(groups: Sequence[GroupNumbers], at_budget: str) -> str
 
 
 def _collect_gaps(groups: Sequence[GroupNumbers]) -> dict[str, list[float]]:
-    """Return title of a method -> its visible gaps in points, one for each task; methods in the order of the tables."""
+    """Return title of a method -> `shown_gap` in points, one per task; methods in the order of the tables."""
     gaps: dict[str, list[float]] = {}
     for group in sorted(groups, key=lambda group: method_order(group.method)):
         gaps.setdefault(method_title(group.method), []).append(100 * group.shown_gap)
@@ -264,14 +265,17 @@ def _describe_clear(titles: Sequence[str], judged: Sequence[GroupNumbers]) -> st
     noun = "questions"
     if max(sizes) == 1:
         noun = "question"
-    clause = f"No miscalibration of {_join_names(titles, most=len(titles))} shows in {format_range(sizes)} {noun}"
+    verb = "show"
+    if len(titles) == 1:
+        verb = "shows"
+    clause = f"{_join_names(titles, most=len(titles))} {verb} no miscalibration in {format_range(sizes)} {noun}"
     if len(list_report_tasks(judged)) > 1:
-        clause += " of each task"
+        clause += " per task"
     return clause
 
 
 def _describe_gaps(gaps: Sequence[float], judged: Sequence[GroupNumbers]) -> str:
-    """Say by how much methods are over- or underconfident, if all of them are the same."""
+    """Say by how much methods are over- or underconfident, if all gaps have the same sign."""
     all_over = all(gap > 0 for gap in gaps)
     all_under = all(gap < 0 for gap in gaps)
     if not all_over and not all_under:
@@ -290,7 +294,7 @@ def _describe_gaps(gaps: Sequence[float], judged: Sequence[GroupNumbers]) -> str
 
 
 def _open_with_accuracy(judged: Sequence[GroupNumbers]) -> str:
-    """Return a sentence for answers that are all right or all wrong; empty otherwise."""
+    """Return a sentence if all answers are right or all are wrong; empty otherwise."""
     accuracies = {group.metrics["accuracy"].mean for group in judged}
     if accuracies == {1.0}:
         return "All answers are right. "
@@ -315,7 +319,7 @@ def _describe_single(group: GroupNumbers) -> str:
 def _compare_budgets(numbers: Numbers) -> tuple[str, ...]:
     """Say for each budget how the methods differ from DPO; budgets with the same differences share a sentence."""
     setting = numbers.first_screen[0].setting
-    openings: dict[str, list[str]] = {}
+    openings: dict[str, list[str]] = {}  # differences -> how a sentence about each of their budgets begins
     for budget in numbers.budgets:
         groups = numbers.find_groups(setting, budget)
         judged = [group for group in groups if group.versus and not isnan(group.versus["ece"].p_corrected)]
@@ -327,9 +331,9 @@ def _compare_budgets(numbers: Numbers) -> tuple[str, ...]:
         differences = _compare_with_dpo(judged, tasks=len(list_report_tasks(groups)))
         openings.setdefault(differences, []).append(opening)
     points = []
-    for differences, alike in openings.items():
-        opening = alike[0]
-        if len(alike) > 1:
+    for differences, openings_of_budgets in openings.items():
+        opening = openings_of_budgets[0]
+        if len(openings_of_budgets) > 1:
             opening = "Both budgets, against"
         points.append(f"{opening} DPO on the same questions: {differences}.")
     return tuple(points)
@@ -357,7 +361,7 @@ def _compare_metric(
 
 
 def _name_methods(groups: Sequence[GroupNumbers], tasks: int) -> list[str]:
-    """Return the titles of the methods, each with its number of tasks if these are not all."""
+    """Return the titles of the methods, each with its number of tasks if it is not marked on all of them."""
     counts = Counter(group.method for group in groups)
     names = []
     for method in sorted(counts, key=method_order):
@@ -378,7 +382,7 @@ def _choose_verb(subjects: Sequence[str]) -> str:
 
 
 def _join_names(names: Sequence[str], most: int = 3) -> str:
-    """Join the names: `a, b and c`; of more than `most`, the first and the number of the others."""
+    """Join names as `a, b and c`; more than `most` names become the first name and the number of the others."""
     if len(names) > most:
         return f"{names[0]} and {len(names) - 1} others"
     if len(names) == 1:

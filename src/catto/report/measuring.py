@@ -1,4 +1,4 @@
-"""Predictions -> numbers: measure every cell, then every group of seeds, each only where its files changed."""
+"""Compute the numbers of a report: measure every cell, then every group of seeds, unless their files are unchanged."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from catto.report.numbers import (
     Results,
     Training,
 )
-from catto.report.verdict import SWAPS, decide_verdict
+from catto.report.verdict import SWAPS_PER_COMPARISON, decide_verdict
 
 COMPARED = ("accuracy", "ece", "brier", "auroc")
-# The metrics with an interval. The other headline metrics are slow to resample, and are read next to these.
+# The metrics that get an interval. The other headline metrics are slow to resample and only complement these.
 RESAMPLED = ("accuracy", "ece", "brier", "nll", "auroc", GAP)
 # Held-out preference accuracy -> the part of the responses it is computed from.
 PREFERENCE: Mapping[str, Part] = {"preference_accuracy": "whole", "preference_accuracy_reasoning": "reasoning"}
-# The error rate that a threshold keeps.
+# The error rate that answers above a risk threshold should not exceed.
 RISK = 0.05
-# The probability that the threshold fails to keep it.
+# The accepted probability that they exceed it nevertheless.
 DELTA = 0.05
 
 # Called with the number of finished steps and their total.
@@ -66,17 +66,17 @@ ProgressCallback = Callable[[int, int], object]
 
 
 def ignore_progress(_done: int, _total: int) -> None:
-    """Show no progress."""
+    """Ignore a progress report."""
 
 
 class SeedGroup(NamedTuple):
-    """Cells that differ by seed alone, and the DPO cells of the same seeds and budget.
+    """Cells that differ only by seed, and the DPO cells of the same seeds and budget.
 
     Attributes:
         budget: The budget of the group; None if no cell has one.
         in_distribution: Whether the cells are tested on the task that they were trained on.
         cells: Indices of the group's cells, by seed.
-        baseline: Indices of the DPO cells of the same seeds; empty for DPO itself, and if one of them is missing.
+        baseline: Indices of the DPO cells of the same seeds; empty for DPO itself, and if any of them is missing.
     """
 
     budget: Budget | None
@@ -86,7 +86,7 @@ class SeedGroup(NamedTuple):
 
     @property
     def table(self) -> tuple[Budget | None, bool]:
-        """Groups with the same value are in one table."""
+        """Identifies the table of the group; groups with the same value are in the same table."""
         return self.budget, self.in_distribution
 
 
@@ -100,39 +100,49 @@ def plan_groups(cells: Sequence[Cell], baseline: str | None = BASELINE) -> list[
     """Group the cells by budget, method, training set and task, in the order of the tables.
 
     A method that is the same in both budgets has a group in each.
+
+    Args:
+        cells: The cells of the experiment.
+        baseline: The method that the others are compared with; None if nothing is compared.
     """
-    used = {cell.budget for cell in cells}
-    budgets: list[Budget | None] = [budget for budget in BUDGETS if budget in used]
+    used_budgets = {cell.budget for cell in cells}
+    budgets: list[Budget | None] = [budget for budget in BUDGETS if budget in used_budgets]
     if not budgets:
         budgets = [None]
     groups = []
     for budget in budgets:
-        places = _find_seeds(cells, budget)
-        for place, seeds in places.items():
-            baseline_seeds: dict[int, int] = {}
+        cells_at = _index_cells(cells, budget)
+        for place, cell_of_seed in cells_at.items():
+            baseline_of_seed: dict[int, int] = {}
             if baseline is not None and place.method != baseline:
-                baseline_seeds = places.get(_GroupPlace(place.trained_on, place.task, baseline), {})
-            members = [seeds[seed] for seed in sorted(seeds)]
-            paired = []
-            if seeds.keys() <= baseline_seeds.keys():
-                paired = [baseline_seeds[seed] for seed in sorted(seeds)]
-            groups.append(SeedGroup(budget, place.trained_on == place.task, members, paired))
+                baseline_of_seed = cells_at.get(_GroupPlace(place.trained_on, place.task, baseline), {})
+            seeds = sorted(cell_of_seed)
+            baseline_cells = []
+            if cell_of_seed.keys() <= baseline_of_seed.keys():
+                baseline_cells = [baseline_of_seed[seed] for seed in seeds]
+            group = SeedGroup(
+                budget=budget,
+                in_distribution=place.trained_on == place.task,
+                cells=[cell_of_seed[seed] for seed in seeds],
+                baseline=baseline_cells,
+            )
+            groups.append(group)
     return groups
 
 
-def _find_seeds(cells: Sequence[Cell], budget: Budget | None) -> dict[_GroupPlace, dict[int, int]]:
-    """Return the index of the cell of each seed, place by place, in the order of the methods."""
-    places: dict[_GroupPlace, dict[int, int]] = {}
+def _index_cells(cells: Sequence[Cell], budget: Budget | None) -> dict[_GroupPlace, dict[int, int]]:
+    """Return place -> seed -> index of the cell, for the cells of a budget, in the order of the methods."""
+    cells_at: dict[_GroupPlace, dict[int, int]] = {}
     in_order = sorted(range(len(cells)), key=lambda index: method_sort_key(cells[index].method))
     for index in in_order:
         cell = cells[index]
         if cell.budget not in (None, budget):
             continue
-        seeds = places.setdefault(_GroupPlace(cell.trained_on, cell.task, cell.method), {})
-        if cell.seed in seeds:
+        cell_of_seed = cells_at.setdefault(_GroupPlace(cell.trained_on, cell.task, cell.method), {})
+        if cell.seed in cell_of_seed:
             raise ValueError(f"cells: {cell.method} on {cell.task} has several cells of one seed and budget")
-        seeds[cell.seed] = index
-    return places
+        cell_of_seed[cell.seed] = index
+    return cells_at
 
 
 def measure_results(
@@ -148,7 +158,7 @@ def measure_results(
         results: The experiment.
         folder: Its folder.
         cells: The answers of each of its cells.
-        known: Numbers of an earlier build; those whose files have not changed are kept.
+        known: Numbers of an earlier build; those with unchanged inputs are kept.
         progress: Called after each cell and group.
     """
     evaluation = results.evaluation
@@ -188,10 +198,10 @@ def measure_results(
 
 
 def _hash_cells(results: Results, folder: Path, cells: Sequence[CellAnswers]) -> Iterator[str]:
-    """Yield a hash of everything that the numbers of each cell depend on."""
+    """Yield, for each cell, a hash of everything that its numbers depend on."""
     evaluation = results.evaluation
     protocol = [VERSION, evaluation.bins, evaluation.resamples, evaluation.unparsed]
-    digests: dict[str | None, str | None] = {None: None}  # many cells read the same files of questions
+    digests: dict[str | None, str | None] = {None: None}  # a cache: many cells share their files of questions
     for answers in cells:
         cell = answers.cell
         files = [cell.predictions, cell.candidates, cell.validation, cell.preference]
@@ -216,7 +226,7 @@ def measure_cell(
         folder: Folder of the experiment.
         settings: The resampled metrics, their bins and resamples.
         unparsed: Whether forced answers count as wrong.
-        key: Hash of everything that is read.
+        key: Hash of everything that the numbers depend on.
     """
     resampled = measure_runs([answers.by_question], settings)
     null = resampled["ece"].null
@@ -267,13 +277,13 @@ def _measure_without_interval(answers: CellAnswers, settings: MeasureSettings) -
 
 
 class SelectionNumbers(NamedTuple):
-    """What choosing among sampled answers gives.
+    """The results of choosing among sampled answers.
 
     Attributes:
         accuracy: k -> rule -> accuracy of the chosen answers.
-        others: auroc_within (where there are pairs), questions_with_both (a right and a wrong sample),
-            sample_fallback_rate, and the temperatures sampling_temperature and tau, at which the samples were drawn
-            and are compared.
+        others: auroc_within (only if some question has a right and a wrong sample), questions_with_both (their number),
+            sample_fallback_rate, sampling_temperature (at which the samples were drawn) and tau (at which their
+            confidences are compared).
     """
 
     accuracy: dict[int, dict[str, Interval]]
@@ -284,7 +294,7 @@ def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> Selection
     """Measure every rule that chooses among k samples, at k = 1, 2, 4, ... and at the number of samples.
 
     Args:
-        cell: The cell; without candidates there are no numbers.
+        cell: The cell; both fields of the result are empty if it has no candidates.
         folder: Folder of the experiment.
         unparsed: Whether forced answers count as wrong.
     """
@@ -324,7 +334,7 @@ def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> Selection
 
 def _comparison_temperature(cell: Cell, predictions: Sequence[Prediction]) -> float:
     """Return the temperature at which the confidences of samples are compared."""
-    # Without the vocabulary's logsumexp, a confidence is known at temperature 1 alone.
+    # Without the logsumexp over the vocabulary, confidences are known only at temperature 1.
     can_rescale = any(prediction.logsumexp is not None for prediction in predictions)
     if not can_rescale:
         return 1.0
@@ -334,7 +344,7 @@ def _comparison_temperature(cell: Cell, predictions: Sequence[Prediction]) -> fl
 
 
 def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Return the predictions with no label where the answer was forced: no label is never right."""
+    """Return the predictions without the labels of forced answers: a missing label counts as wrong."""
     changed = []
     for prediction in predictions:
         if prediction.is_forced:
@@ -344,18 +354,18 @@ def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
     return changed
 
 
-def _sample_counts(most: int) -> list[int]:
-    """Return the powers of two up to `most`, and `most` itself."""
+def _sample_counts(largest: int) -> list[int]:
+    """Return the powers of two below `largest`, and `largest` itself."""
     counts = []
     count = 1
-    while count < most:
+    while count < largest:
         counts.append(count)
         count *= 2
-    return [*counts, most]
+    return [*counts, largest]
 
 
 def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict[str, float]:
-    """Fit the threshold that keeps the RISK on the validation answers, and apply it to the test answers.
+    """Fit the threshold for an error rate of RISK on the validation answers, and apply it to the test answers.
 
     Args:
         answers: The test answers.
@@ -363,8 +373,8 @@ def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict
         unparsed: Whether forced answers count as wrong.
 
     Returns:
-        Nothing without validation answers. Else risk_promised, which is 0 if no threshold can promise the risk and
-        nothing is answered, and risk_coverage, the share of test questions that are answered. With a threshold also
+        Empty without validation answers. Otherwise risk_promised, 0 if no threshold can promise the error rate and 1 if
+        one can, and risk_coverage, the share of test questions that are then answered. With a threshold also
         risk_threshold, risk_bound and, if any question is answered, risk_errors.
     """
     cell = answers.cell
@@ -395,7 +405,7 @@ def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict
 
 
 def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Prediction]:
-    """Rescale the model's own confidences as the cell's method does; a method without scaling keeps them."""
+    """Rescale the model's own confidences as the cell's method does; unchanged if the method does not rescale."""
     if cell.vector is not None:
         return scale_by_vector(predictions, cell.vector)
     is_scaled = strip_scaling(cell.method) != cell.method
@@ -413,7 +423,7 @@ def measure_preference(runs: Sequence[CellAnswers], settings: MeasureSettings) -
         settings: Number of resamples, level and seed.
 
     Returns:
-        Name in PREFERENCE -> accuracy. Nothing if a run has no pairs. The accuracy of the reasoning is left out if no
+        Name in PREFERENCE -> accuracy. Empty if a run has no pairs. The accuracy of the reasoning is omitted if no
         two responses of a run differ in their reasoning.
     """
     pairs = [run.margins for run in runs]
@@ -432,7 +442,7 @@ def compare_with_posterior(answers: CellAnswers) -> dict[str, float]:
     """Compare the confidences with the exact posterior.
 
     Returns:
-        Nothing if the questions carry no posterior. Else three numbers in [0, 1]: true_error, the mean
+        Empty if a question has no posterior. Otherwise three numbers in [0, 1]: true_error, the mean
         |confidence - posterior(answer)|; bayes_accuracy, the share of questions whose most probable label is the gold
         label; regret, the mean of the largest posterior probability minus that of the given answer.
     """
@@ -457,12 +467,12 @@ def compare_with_posterior(answers: CellAnswers) -> dict[str, float]:
 
 
 class GroupInputs(NamedTuple):
-    """What a group is measured from.
+    """The inputs needed to measure a group.
 
     Attributes:
-        key: Hash of everything below.
+        key: Hash of all other fields.
         budget: The budget of the group.
-        has_papers_budget: Whether every model had the paper's training.
+        has_papers_budget: Whether every model of the group was trained like the paper's, see `has_papers_budget`.
         swaps: Number of swaps of each comparison with DPO.
         cells: The answers of each seed.
         numbers: The numbers of each seed.
@@ -481,27 +491,29 @@ class GroupInputs(NamedTuple):
 def gather_group_inputs(
     groups: Sequence[SeedGroup], results: Results, *, cells: Sequence[CellAnswers], numbers: Sequence[CellNumbers]
 ) -> Iterator[GroupInputs]:
-    """Yield what each group is measured from.
+    """Yield the inputs needed to measure each group.
 
     Args:
-        groups: The groups, with indices of `cells`.
+        groups: The groups, with indices into `cells` and `numbers`.
         results: The experiment.
         cells: The answers of each cell.
-        numbers: The numbers of each cell.
+        numbers: The numbers of each cell, in the same order.
     """
-    methods_per_table = Counter(group.table for group in groups if group.baseline)
+    # Every group with a baseline is compared with it in each metric of COMPARED.
+    compared_groups = Counter(group.table for group in groups if group.baseline)
     for group in groups:
-        comparisons = len(COMPARED) * methods_per_table[group.table]
-        swaps = max(results.evaluation.resamples, SWAPS * comparisons)
-        members = [cells[index] for index in group.cells]
-        papers_budget = all(_had_papers_training(answers.cell, group.budget, results) for answers in members)
-        inputs = [numbers[index].input for index in (*group.cells, *group.baseline)]
+        comparisons = len(COMPARED) * compared_groups[group.table]
+        # The correction for more comparisons needs smaller p-values, which take more swaps.
+        swaps = max(results.evaluation.resamples, SWAPS_PER_COMPARISON * comparisons)
+        group_answers = [cells[index] for index in group.cells]
+        all_like_paper = all(_had_papers_training(answers.cell, group.budget, results) for answers in group_answers)
+        cell_hashes = [numbers[index].input for index in (*group.cells, *group.baseline)]
         yield GroupInputs(
-            key=content_hash([group.budget, swaps, papers_budget, inputs]),
+            key=content_hash([group.budget, swaps, all_like_paper, cell_hashes]),
             budget=group.budget,
-            has_papers_budget=papers_budget,
+            has_papers_budget=all_like_paper,
             swaps=swaps,
-            cells=members,
+            cells=group_answers,
             numbers=[numbers[index] for index in group.cells],
             baseline=[cells[index] for index in group.baseline],
         )
@@ -527,6 +539,7 @@ def measure_group(inputs: GroupInputs, settings: MeasureSettings) -> GroupNumber
         for cell, run, baseline_run in zip(seeds, runs, baseline, strict=True):
             versus_seed[cell.seed] = _compare_with_baseline([run], [baseline_run], compared)
 
+    # The numbers of samples may differ between seeds; a mean needs every seed.
     shared_counts = set.intersection(*(set(cell.selection) for cell in seeds))
     selection = {}
     for k in sorted(shared_counts):
@@ -551,7 +564,7 @@ def measure_group(inputs: GroupInputs, settings: MeasureSettings) -> GroupNumber
 
 
 def _summarise_numbers(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedSummary]:
-    """Summarise each number that all seeds have; those of a threshold over the seeds that have one."""
+    """Summarise the numbers that all seeds have. For a risk threshold, the seeds that have one are enough."""
     values: dict[str, list[float]] = {}
     for seed in seeds:
         for name, number in seed.items():
@@ -569,7 +582,7 @@ def _summarise_numbers(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[
 def _compare_with_baseline(
     runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int = 0
 ) -> dict[str, Versus]:
-    """Compare with DPO, metric by metric; an AUROC that is undefined on one side is left out."""
+    """Compare with DPO, metric by metric, without metrics (such as AUROC) that are undefined on one side."""
     versus = {}
     for name, comparison in compare_runs(runs, baseline, settings, swaps=swaps).items():
         if isfinite(comparison.difference):
@@ -583,10 +596,10 @@ class _ComparisonId(NamedTuple):
 
 
 def correct_group_p_values(groups: Sequence[GroupNumbers], baseline: str | None = BASELINE) -> list[GroupNumbers]:
-    """Correct the p-values of each table by Holm.
+    """Correct the p-values of each table by Holm's method.
 
-    A comparison in which more than a fifth of either side's answers were forced is left out, and its corrected p-value
-    is nan.
+    A comparison is excluded, and its corrected p-value is nan, if more than a fifth of either side's answers were
+    forced.
 
     Args:
         groups: The groups of all tables.
@@ -606,7 +619,7 @@ def correct_group_p_values(groups: Sequence[GroupNumbers], baseline: str | None 
 
 
 def _gather_p_values(groups: Sequence[GroupNumbers], baseline: str | None) -> list[dict[_ComparisonId, float]]:
-    """Return the p-values of each table, without comparisons of mostly forced answers."""
+    """Return the p-values of each table, without comparisons that involve too many forced answers."""
     forced = set()
     for group in groups:
         if group.sources.forced:
@@ -627,12 +640,12 @@ def _gather_p_values(groups: Sequence[GroupNumbers], baseline: str | None) -> li
 
 
 def has_papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
-    """Return whether a model had the paper's training: its budget, and its epochs and pairs as far as recorded.
+    """Return whether a model was trained as in the paper: with its budget, epochs and pairs, as far as recorded.
 
     Args:
-        name: Name of the method. A method that both budgets share is the same model in both.
-        budget: The budget of its group.
-        training: How the model was trained, or the model that is rescaled; None if nothing is recorded.
+        name: Name of the method.
+        budget: The budget of the group. It does not matter for methods that are the same in both budgets.
+        training: How the model, or the model that it rescales, was trained; None if nothing is recorded.
     """
     if not is_known_method(name):
         return False

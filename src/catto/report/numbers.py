@@ -1,7 +1,7 @@
-"""The records of a report: the experiment it is made from (`Results`), and what it measures (`Numbers`).
+"""The records of a report: the experiment that it describes (`Results`), and the numbers measured on it (`Numbers`).
 
-`numbers.json` holds the fields of intervals, null bands and comparisons that a report shows. An undefined number is
-null in the file and nan in memory.
+Of intervals, null bands and comparisons, `numbers.json` stores only the fields that a report shows. An undefined number
+is null in the file and nan in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from catto.recipe.settings import EvaluationSettings
 from catto.records import Record, checked_name
 from catto.report import VERSION
 
-# The method that an experiment compares the others with.
+# The method that all other methods of an experiment are compared with.
 BASELINE = "dpo"
 
 
@@ -52,16 +52,16 @@ class Training(Record):
 
     Attributes:
         learning_rate: The learning rate.
-        seconds: Duration of its own training, without that of the model it starts from.
-        tokens: Number of tokens of its own training.
-        rows: Number of SFT rows or pairs it was trained on.
-        dropped: `rows`, `pairs` or `stream` -> how many were too long for the context.
+        seconds: Duration of its own training, without the training of the model that it starts from.
+        tokens: Number of tokens in its own training.
+        rows: Number of SFT rows or pairs that it was trained on.
+        dropped: `rows`, `pairs` or `stream` -> how many were dropped because they were too long for the context.
         epochs: Number of epochs.
         steps: Number of optimizer steps.
         kept_step: The step whose weights were kept.
         kept_epochs: Number of epochs up to that step.
         reward_accuracy: Share of pairs ordered as preferred, over the last quarter of the steps.
-        history: step, val_accuracy, val_ece, ..., reward_margin at every checkpoint.
+        history: One dict per checkpoint, with step, val_accuracy, val_ece, ..., reward_margin.
     """
 
     learning_rate: float | None = None
@@ -81,13 +81,13 @@ class CellIdentity(Record):
     """One method on one task.
 
     Attributes:
-        task: The task it is tested on.
-        trained_on: The task it was trained on.
+        task: The task that the model is tested on.
+        trained_on: The task that it was trained on.
         method: Name of the method.
         budget: None if the method is the same in both budgets.
     """
 
-    # These are parts of file names.
+    # Checked because they become parts of file names.
     task: Annotated[str, AfterValidator(partial(checked_name, what="task"))]
     trained_on: Annotated[str, AfterValidator(partial(checked_name, what="trained_on"))]
     method: Annotated[str, AfterValidator(partial(checked_name, what="method", plus=True))]
@@ -95,12 +95,12 @@ class CellIdentity(Record):
 
     @property
     def setting(self) -> Literal["in", "out"]:
-        """`in` (distribution) if it is tested on the task that it was trained on."""
+        """`in` (distribution) if the model is tested on the task that it was trained on, otherwise `out`."""
         return "in" if self.task == self.trained_on else "out"
 
     @property
     def stem(self) -> str:
-        """The part of a file name that identifies the task, and the training task if that is another one."""
+        """The part of a file name that identifies the task, and the training task if it is a different one."""
         if self.setting == "in":
             return self.task
         return f"{self.task}-from-{self.trained_on}"
@@ -114,7 +114,7 @@ class Cell(CellIdentity):
         predictions: File with one prediction per test question.
         candidates: File with k sampled predictions per test question.
         validation: File with greedy predictions for the validation questions of the task.
-        preference: File with the margins of held-out pairs, for a model that was trained from another one.
+        preference: File with the margins of held-out pairs, if the model was trained from another model.
         tau: The temperature of temperature scaling, or the one at which the confidences of candidates are compared.
         vector: The weights of vector scaling.
         sampling_temperature: Temperature at which the candidates were drawn.
@@ -135,17 +135,17 @@ class Cell(CellIdentity):
 
 
 class Results(Record):
-    """The whole experiment.
+    """The whole experiment: what was run, and where its predictions are.
 
     Attributes:
         name: Title of the report.
         recipe: The recipe.
-        recipe_hash: Its hash.
+        recipe_hash: Hash of the recipe; empty if the results come from files of answers instead of a recipe.
         versions: Package -> version.
         commit: The git commit, if known.
         cells: Every method on every task at every seed.
         questions: Task -> files of its test questions, one per seed.
-        baseline: The method that the others are compared with; None compares nothing.
+        baseline: The method that the others are compared with; None if nothing is compared.
     """
 
     name: str
@@ -159,21 +159,21 @@ class Results(Record):
 
     @property
     def evaluation(self) -> EvaluationSettings:
-        """The evaluation block of the recipe, with defaults for missing settings."""
+        """The evaluation settings of the recipe, with defaults for those that it does not set."""
         block = self.recipe.get("evaluation") or {}
         return EvaluationSettings.model_validate(block)
 
 
-# Fields of the statistics that numbers.json leaves out -> the placeholder they have after reading.
+# Fields of the statistics that numbers.json omits -> the placeholder that they get when the file is read.
 PLACEHOLDERS = {"level": nan, "a": nan, "b": nan, "n": 0}
-# Fields for which null means None and not nan.
+# Fields for which null means None, and not nan.
 NULLABLE_FIELDS = ("reason", "std")
 
 
 def _store_fields(kind: type[Any], *names: str) -> tuple[BeforeValidator, PlainSerializer]:
-    """Return how pydantic reads and writes a statistic of which only the named fields are stored.
+    """Return a validator and a serializer, with which pydantic stores only the named fields of a statistic.
 
-    A number that is nan or infinite is stored as null. A field that is not stored gets its placeholder when it is read.
+    A number that is nan or infinite is stored as null. When a statistic is read, missing fields get their placeholders.
     """
     placeholders = {}
     for field in fields(kind):
@@ -207,10 +207,10 @@ StoredVersus = Annotated[Versus, *_store_fields(Versus, "difference", "low", "hi
 
 
 class MeasuredPlace(CellIdentity):
-    """The fields that `CellNumbers`, of one seed, and `GroupNumbers`, of several seeds, have in common.
+    """The fields shared by `CellNumbers` (one seed) and `GroupNumbers` (several seeds).
 
     Attributes:
-        input: Hash of everything that was read.
+        input: Hash of everything that the numbers depend on.
         n: Number of questions.
         gap: Mean confidence minus accuracy.
         null: Null band of the ECE.
@@ -233,10 +233,10 @@ class CellNumbers(MeasuredPlace):
         metrics: Metric -> value. If held-out pairs were scored, also preference_accuracy and
             preference_accuracy_reasoning.
         selection: k -> rule -> accuracy of choosing among k samples.
-        others: Numbers without an interval; the page defines them. If the posterior is known: true_error,
-            bayes_accuracy, regret. How answers were parsed: fallback_rate, plain_rate, accuracy_unparsed_wrong. For
-            sampled answers: auroc_within, questions_with_both, sample_fallback_rate, sampling_temperature, tau.
-            risk_*: the threshold fitted on validation and its effect. preference_pairs: the number of held-out pairs.
+        others: Numbers without an interval; the page has their definitions. If the posterior is known: true_error,
+            bayes_accuracy, regret. About parsing: fallback_rate, plain_rate, accuracy_unparsed_wrong. About sampled
+            answers: auroc_within, questions_with_both, sample_fallback_rate, sampling_temperature, tau. risk_*: the
+            threshold fitted on validation answers and its effect. preference_pairs: number of held-out pairs.
     """
 
     seed: int
@@ -251,13 +251,13 @@ class GroupNumbers(MeasuredPlace):
 
     Attributes:
         seeds: The seeds.
-        metrics: Metric -> mean and deviation over the seeds.
-        intervals: Metric -> mean over the seeds with its interval over questions.
-        papers_budget: Whether the paper's numbers may be printed next to these.
-        versus: Metric -> difference to DPO; empty for DPO itself, and if DPO has not the same seeds.
-        versus_seed: Seed -> metric -> difference to DPO, with p-values that are not corrected.
+        metrics: Metric -> mean and standard deviation over the seeds.
+        intervals: Metric -> mean over the seeds, with a bootstrap interval over questions.
+        papers_budget: Whether training used the paper's budget, so that the paper's numbers may be printed too.
+        versus: Metric -> difference to DPO; empty for DPO itself, and if DPO lacks one of the seeds.
+        versus_seed: Seed -> metric -> difference to DPO, with uncorrected p-values.
         selection: k -> rule -> accuracy of choosing among k samples.
-        others: As `CellNumbers.others`.
+        others: The same numbers as in `CellNumbers.others`.
     """
 
     seeds: tuple[int, ...]
@@ -270,7 +270,7 @@ class GroupNumbers(MeasuredPlace):
     others: dict[str, StoredSummary]
 
     def holds(self, cell: CellIdentity) -> bool:
-        """Return whether a cell is one of this group's seeds; a cell without a budget is in the groups of both."""
+        """Return whether a cell belongs to this group; one without a budget belongs to the groups of both budgets."""
         same_tasks = cell.task == self.task and cell.trained_on == self.trained_on
         same_budget = cell.budget is None or cell.budget == self.budget
         return same_tasks and same_budget and cell.method == self.method
@@ -282,10 +282,10 @@ class GroupNumbers(MeasuredPlace):
 
     @property
     def shown_gap(self) -> float:
-        """The gap of a group that is measurably miscalibrated.
+        """The gap, if the group is measurably miscalibrated; 0 if it is not.
 
-        It is 0 for a group that is not. It is nan for one that is overconfident in some bins and underconfident in
-        others. A significant gap outweighs an ECE within its null band.
+        It is nan if the group is overconfident in some bins and underconfident in others. A significant gap counts as
+        miscalibration even if the ECE is within its null band.
         """
         gap = self.gap.value
         if self.within_null:
@@ -296,19 +296,19 @@ class GroupNumbers(MeasuredPlace):
         return nan if signs_cancel else gap
 
     def number(self, name: str) -> StoredSummary | None:
-        """Look up a number by its name; None if the group does not have it."""
+        """Look up a number by name in `metrics` and `others`; None if the group does not have it."""
         return self.metrics.get(name) or self.others.get(name)
 
 
 class Verdict(Record):
-    """Which method's confidence is best: by the true error if every posterior is known, by the Brier score otherwise.
+    """Which method's confidence is best: by true error if every posterior is known, otherwise by Brier score.
 
     Attributes:
-        input: Hash of the groups that are judged.
+        input: Hash of the groups that are compared.
         metric: The loss that decides.
-        n: Number of questions of a task.
-        losses: Method -> mean loss over tasks and seeds, lowest first. Methods with mostly forced answers are left out.
-        behind: Method -> how far it is behind the first, with p-values corrected for all pairs of methods.
+        n: Number of questions of the smallest task.
+        losses: Method -> mean loss over tasks and seeds, lowest first; without methods with too many forced answers.
+        behind: Method -> how much worse it is than the first, with p-values corrected for all pairs of methods.
     """
 
     input: str
@@ -319,7 +319,7 @@ class Verdict(Record):
 
     @property
     def leaders(self) -> list[str]:
-        """The first method, and those that are not significantly worse."""
+        """The method with the lowest loss, and those that are not significantly worse."""
         leaders = []
         for name in self.losses:
             is_first = name not in self.behind
@@ -338,8 +338,8 @@ class Numbers(Record):
         resamples: Number of bootstrap resamples.
         cells: The numbers of each cell.
         groups: The numbers of each group of seeds.
-        verdict: On the groups of the first screen. None for fewer than two methods. Also None if only a Brier score is
-            known and the answers are all right or all wrong: it then rewards whoever is most or least confident.
+        verdict: The verdict on the groups of the first screen. None for fewer than two methods. Also None if posteriors
+            are unknown and all answers are right, or all wrong: the Brier score would only rank by confidence.
         baseline: The method that the others are compared with; None if nothing is compared.
     """
 
@@ -368,16 +368,16 @@ class Numbers(Record):
 
     @property
     def first_screen(self) -> list[GroupNumbers]:
-        """The groups to show first: of the last budget, in distribution or else out of it. Never empty.
+        """The groups to show first: those of the last budget in distribution, or else out of distribution. Never empty.
 
-        The last budget is the matched one, if the experiment has it.
+        The last budget is the matched one if the experiment has it.
         """
         last_budget = self.budgets[-1]
         return self.find_groups("in", last_budget) or self.find_groups("out", last_budget)
 
     @property
     def budgets(self) -> tuple[Budget | None, ...]:
-        """The budgets of the groups, in their order and without repetition."""
+        """The distinct budgets of the groups, in order."""
         return tuple(dict.fromkeys(group.budget for group in self.groups))
 
 
@@ -388,19 +388,19 @@ def read_numbers(path: Path) -> Numbers | None:
         path: The file numbers.json.
 
     Returns:
-        None if there is no such file, or if another version wrote it.
+        The numbers; None if there is no such file, or if a different version wrote it.
 
     Raises:
-        DataError: The file is of this version and broken.
+        DataError: This version wrote the file, but it is broken.
     """
     if not path.exists():
         return None
     text = path.read_bytes()
-    # Other versions may have other fields, so the version is looked up before the file is parsed.
+    # The fields of other versions may differ, so the version is looked up before the file is parsed.
     version = f'"version": {VERSION},'.encode()
     if version not in text[:200]:
         return None
     try:
         return Numbers.model_validate_json(text)
     except ValidationError as error:
-        raise DataError(path, None, f"{describe_first_problem(error)}; delete it to measure afresh") from None
+        raise DataError(path, None, f"{describe_first_problem(error)}; delete it to measure again") from None

@@ -1,4 +1,4 @@
-"""Everything -> one HTML file that needs nothing else: style, script, figures and data are inside it."""
+"""Render the report as one self-contained HTML file, with its style, script, figures and data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results
 from catto.report.render import TEMPLATES, Table
 from catto.report.tables import method_order, method_title, task_order, task_title
 
-# A picture narrower than this (pixels) shrinks to the screen of a phone; several panels would be unreadable and scroll.
-ONE_PANEL = 600
-# On the page these follow the reader's light or dark theme; in the files they stay as drawn.
+# Figures narrower than this shrink to fit a phone. Wider ones have several panels, would be unreadable, and scroll.
+ONE_PANEL_PIXELS = 600
+# Colour in the figure files -> CSS variable on the page, which follows the reader's light or dark theme.
 THEMED = {
     INK: "var(--fg)",
     GREY: "var(--muted)",
@@ -37,9 +37,10 @@ THEMED = {
     "#1B6CA8": "var(--deep)",
     "#8A4B94": "var(--plum)",
 }
+# The template begins the list of a table's files with this.
 FILES_NOTE = '<span class="files">Files: '
 
-DrawnPicture = tuple[Picture, str]  # with its SVG text
+DrawnPicture = tuple[Picture, str]  # a picture and its SVG text
 
 
 def render_page(
@@ -49,10 +50,10 @@ def render_page(
 
     Args:
         results: the experiment.
-        numbers: what was measured.
+        numbers: the numbers measured on it.
         tables: all tables, in order.
         drawn: all figures, each with its SVG text.
-        browser: the predictions to show.
+        browser: the predictions to list.
 
     Returns:
         The text of the HTML file.
@@ -88,17 +89,17 @@ def render_page(
         browser=browser,
         names=names,
         inline_svg=inline_svg,
-        place_of={group.input: index for index, group in enumerate(numbers.groups)},
+        group_index={group.input: index for index, group in enumerate(numbers.groups)},
         colours=_choose_colours(methods),
     )
 
 
 def relocate_page(text: str, folder: str) -> str:
-    """Return the page for another place: its notes name the files of tables by their folder as seen from there.
+    """Rewrite the paths of the table files that a page lists, for a copy of the page in a different folder.
 
     Args:
         text: the page.
-        folder: the folder of the report, relative to the new place of the page.
+        folder: the folder of the report, relative to the folder of the copy.
 
     >>> relocate_page('<span class="files">Files: tables/main.md', "stages/report-1")
     '<span class="files">Files: stages/report-1/tables/main.md'
@@ -111,9 +112,9 @@ def _read_template(name: str) -> str:
 
 
 def _write_policy(script: str) -> str:
-    """Return a content security policy: the page may run its own script, known by its hash, and load nothing.
+    """Return a content security policy: the page may run its own script, identified by its hash, and load nothing.
 
-    Styles stay open: figures and dots carry theirs as attributes, which no hash covers.
+    Inline styles are allowed, because figures and dots have style attributes, which a hash does not cover.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = [
@@ -128,7 +129,7 @@ def _write_policy(script: str) -> str:
 
 
 def _choose_colours(methods: Sequence[str]) -> dict[str, str]:
-    """Return method -> the colour of its dot, as a variable of the theme if there is one."""
+    """Return method -> the colour of its dot; a CSS variable of the theme if the colour has one."""
     colours = {}
     for method, look in choose_looks(methods).items():
         colours[method] = THEMED.get(look.colour, look.colour)
@@ -136,19 +137,19 @@ def _choose_colours(methods: Sequence[str]) -> dict[str, str]:
 
 
 def _choose_first_pictures(numbers: Numbers, drawn: Sequence[DrawnPicture]) -> list[DrawnPicture]:
-    """Return the diagrams of the first screen: DPO and the best other method, on the first task."""
+    """Return the reliability diagrams of the first screen: DPO and the best other method, on the first task."""
     groups = numbers.first_screen
     first = min(groups, key=lambda group: task_order(group.task))
     if numbers.verdict is None:
         ranked = list(dict.fromkeys(group.method for group in groups))
     else:
         ranked = list(numbers.verdict.losses)
-    ranked.sort(key=lambda method: method != numbers.baseline)  # the baseline first, the others in their order
+    ranked.sort(key=lambda method: method != numbers.baseline)  # baseline first; the sort keeps the order of the rest
     chosen = []
     for method in ranked[:2]:
         for picture, svg in drawn:
-            is_single = picture.section == "one" and picture.tag == f"{first.stem}-{method}"
-            if is_single and picture.budget in (None, first.budget):
+            shows_method_alone = picture.section == "one" and picture.tag == f"{first.stem}-{method}"
+            if shows_method_alone and picture.budget in (None, first.budget):
                 chosen.append((picture, svg))
     return chosen
 
@@ -157,17 +158,17 @@ def _choose_first_pictures(numbers: Numbers, drawn: Sequence[DrawnPicture]) -> l
 
 
 def script_json(value: object) -> str:
-    """Write JSON that cannot end the script element it is put in, nor open another.
+    """Write JSON that can be put into a script element: it cannot close the element or open a new one.
 
     >>> script_json({"text": "</script>"})
     '{"text":"\\\\u003c/script\\\\u003e"}'
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&\u2028\u2029]", lambda sign: f"\\u{ord(sign[0]):04x}", text)
+    return re.sub("[<>&\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _collect_data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
-    """Return what the script of the page reads."""
+    """Return the data that the page's script reads."""
     tasks = {group.task for group in numbers.groups}
     tasks |= {cell.trained_on for cell in numbers.cells}
     methods = {cell.method for cell in numbers.cells}
@@ -181,7 +182,7 @@ def _collect_data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
 
 
 def _make_card(group: GroupNumbers, cells: Sequence[CellNumbers]) -> dict[str, Any]:
-    """Return what the card of a number shows of its group."""
+    """Return what the card of a number shows about its group."""
     card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
     card["forced"] = None
     if group.sources.forced:
@@ -191,7 +192,7 @@ def _make_card(group: GroupNumbers, cells: Sequence[CellNumbers]) -> dict[str, A
 
 
 def _describe_seed(cell: CellNumbers) -> dict[str, float]:
-    """Return the seed and its defined metrics."""
+    """Return the seed and those of its metrics that are defined."""
     described: dict[str, float] = {"seed": cell.seed}
     for name in (*COMPARED, *PREFERENCE):
         if name in cell.metrics and isfinite(cell.metrics[name].value):
@@ -200,7 +201,7 @@ def _describe_seed(cell: CellNumbers) -> dict[str, float]:
 
 
 def _round_floats(card: dict[str, Any]) -> dict[str, Any]:
-    """Round every number to seven decimals, however deep it is."""
+    """Round every number to seven decimals, at any depth."""
     text = json.dumps(card)
     return dict(json.loads(text, parse_float=lambda digits: round(float(digits), 7)))
 
@@ -209,33 +210,33 @@ def _round_floats(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def inline_svg(text: str, name: str) -> Markup:
-    """Make an SVG part of the page: ids of its own, colours of the theme, coordinates to a tenth of a point.
+    """Return an SVG for use inside the page: unique ids, the colours of the theme, and rounded coordinates.
 
-    matplotlib escapes every text in it.
+    The text in the SVG is safe: matplotlib escapes it.
 
     Args:
-        text: an SVG file that matplotlib wrote.
-        name: unique on the page; it starts the ids of the figure.
+        text: the content of an SVG file that matplotlib wrote.
+        name: the prefix of the ids in this figure; unique on the page.
     """
-    head = re.search(r'<svg[^>]* width="([\d.]+)pt"[^>]* (viewBox="[^"]+")[^>]*>', text)
+    head = re.search(r'<svg[^>]* width="(?P<points>[\d.]+)pt"[^>]* (?P<view_box>viewBox="[^"]+")[^>]*>', text)
     if head is None:
         raise ValueError(f"not an SVG that matplotlib wrote: {text[:80]}")
     body = _shorten_svg(text[head.end() :])
     for colour, variable in THEMED.items():
         body = re.sub(colour, variable, body, flags=re.IGNORECASE)
     body = _prefix_ids(body, prefix=re.sub(r"[^A-Za-z0-9]", "-", name))
-    points = float(head[1])
+    points = float(head["points"])
     pixels = 1.25 * points  # nine-point text is then as large as the page's small print
-    kind = ""
-    if pixels >= ONE_PANEL:
-        kind = ' class="many"'
+    css_class = ""
+    if pixels >= ONE_PANEL_PIXELS:
+        css_class = ' class="many"'
     xlink = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
-    view_box = head[2]
-    return Markup(f'<svg{kind} {xlink} {view_box} style="width:{pixels:.0f}px" aria-hidden="true">{body}')
+    view_box = head["view_box"]
+    return Markup(f'<svg{css_class} {xlink} {view_box} style="width:{pixels:.0f}px" aria-hidden="true">{body}')
 
 
 def _shorten_svg(body: str) -> str:
-    """Drop metadata, styles and white space, and round coordinates to a tenth of a point."""
+    """Drop metadata, styles and superfluous white space, and round coordinates to a tenth of a point."""
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r' (d|x|y|transform|points)="[^"]*"', _round_coordinates, body)
     body = re.sub(r"\s+", " ", body)
@@ -251,13 +252,14 @@ def _round_to_tenth(number: re.Match[str]) -> str:
 
 
 def _prefix_ids(body: str, prefix: str) -> str:
-    """Put the prefix before every id that is referred to, and drop the others."""
+    """Add the prefix to every id that something refers to, and drop the other ids."""
     reference = r'(url\(#|xlink:href="#)'
-    used = {target for _, target in re.findall(reference + r'([^")]+)', body)}
+    referenced_ids = {target for _, target in re.findall(reference + r'([^")]+)', body)}
 
     def rename_id(attribute: re.Match[str]) -> str:
-        if attribute[1] in used:
-            return f' id="{prefix}-{attribute[1]}"'
+        element_id = attribute[1]
+        if element_id in referenced_ids:
+            return f' id="{prefix}-{element_id}"'
         return ""
 
     body = re.sub(r' id="([^"]+)"', rename_id, body)

@@ -1,4 +1,4 @@
-"""A table (columns, lines, entries) and its forms: Markdown, LaTeX (booktabs), CSV, and for the terminal."""
+"""Tables (columns, lines, entries), and how to render them as Markdown, LaTeX (booktabs), CSV and terminal output."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from catto.report.numbers import GroupNumbers
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def _escape_by_backslash(signs: str) -> dict[str, str]:
-    return {sign: f"\\{sign}" for sign in signs}
+def _escape_by_backslash(characters: str) -> dict[str, str]:
+    return {character: f"\\{character}" for character in characters}
 
 
-def _escape_by_entity(signs: str) -> dict[str, str]:
-    return {sign: f"&#{ord(sign)};" for sign in signs}
+def _escape_by_entity(characters: str) -> dict[str, str]:
+    return {character: f"&#{ord(character)};" for character in characters}
 
 
 LATEX_COMMANDS = {
@@ -47,9 +47,10 @@ LATEX_COMMANDS = {
 }
 LATEX_SPECIAL = str.maketrans(_escape_by_backslash("&%$#_{}") | LATEX_COMMANDS)
 MARKDOWN_SPECIAL = str.maketrans(_escape_by_backslash("\\`*_[]<>|~"))
-# For names that a server or a file chose. As entities, signs open no tag and make no link, whatever renders the page.
+# For names that come from a server or a file. Characters written as entities cannot open a tag or form a link,
+# regardless of the Markdown renderer.
 MARKDOWN_FOREIGN = MARKDOWN_SPECIAL | str.maketrans(_escape_by_backslash("()!#$") | _escape_by_entity("&<>:@"))
-# The columns of `csv_text`, each with the same name as a value of its rows.
+# The columns that `csv_text` writes. Each is also the key under which it looks up the value.
 CSV_COLUMNS = (
     "table",
     "budget",
@@ -83,17 +84,17 @@ class Entry:
     Attributes:
         value: The number; None if there is none.
         text: The number as text.
-        std: Deviation over seeds.
-        interval: Both ends.
-        null: Both ends of the null band.
+        std: Standard deviation over seeds.
+        interval: Lower and upper end of the interval.
+        null: Lower and upper end of the null band.
         versus: Difference to DPO, in the group's unit.
-        mark: `*` for significantly better than DPO, a dagger for worse.
-        paper: The paper's number.
-        best: Whether it is printed bold.
+        mark: `*` if it is significantly better than DPO, a dagger if it is significantly worse.
+        paper: The number that the paper prints.
+        best: Whether it is printed in bold.
         group: The group that the number comes from.
-        scale: Factor from the group's unit to the column's.
-        notes: Further lines below the value.
-        forced: Warning above the value, if the number describes the fallback and not the model.
+        scale: Factor that converts the group's unit to the column's.
+        notes: Additional lines below the value.
+        forced: Warning above the value if the number describes the fallback instead of the model.
     """
 
     value: float | None = None
@@ -111,7 +112,7 @@ class Entry:
     forced: str = ""
 
     def details(self) -> list[str]:
-        """Return the lines below the value: interval or deviation, null band, notes, difference to DPO, the paper's."""
+        """Return the lines below the value: interval or deviation, null band, notes, comparisons with DPO and paper."""
         lines = []
         if self.interval is not None:
             lines.append(f"[{self._format_ends(self.interval, separator=', ')}]")
@@ -128,7 +129,7 @@ class Entry:
 
     @property
     def _decimals(self) -> int:
-        """The number of decimals of the value's text, which all other numbers have too."""
+        """Number of decimals in `text`; all other numbers of the entry are printed with as many."""
         _, _, decimals = self.text.partition(".")
         return len(decimals)
 
@@ -137,7 +138,7 @@ class Entry:
         return f"{low:.{self._decimals}f}{separator}{high:.{self._decimals}f}"
 
     def _describe_difference(self, versus: Versus) -> list[str]:
-        """Return the difference to DPO with its p-value, and its interval."""
+        """Return one line with the difference to DPO and its p-value, and one with its interval if it has one."""
         difference = self._format_signed(versus.difference)
         lines = [f"to DPO {difference}{_format_p_value(versus.p_corrected)}"]
         if not isnan(versus.low):
@@ -163,15 +164,15 @@ class Column:
     Attributes:
         name: Heading.
         metric: Name of the group's number.
-        in_paper: Whether the paper's table has this column too.
-        scale: Factor from the group's unit to the column's.
+        in_paper: Whether the paper's table also has this column.
+        scale: Factor that converts the group's unit to the column's.
         decimals: Number of decimals.
         rule: The rule that chooses among samples; empty for a number of the group.
         k: The number of samples to choose from.
-        top: Second heading, which is shared with neighbouring columns.
-        task: The task, if the columns of a table differ by task.
-        note: Its sentence in the caption of the first table.
-        optional: Whether the column is left out if no group has the number.
+        top: Second heading above `name`, shared with neighbouring columns.
+        task: The task, if the columns of the table differ by task.
+        note: Sentence that the caption includes if the table has this column.
+        optional: Whether the column is omitted if no group has the number.
     """
 
     name: str
@@ -188,11 +189,11 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """Both headings."""
+        """Both headings, `top` first."""
         return f"{self.top} {self.name}".strip()
 
     def fill(self, k: int = 0, seed: int = 0, **changes: Any) -> Column:
-        """Return the column with k and the seed put into its texts, and with other changes.
+        """Return the column with its other fields changed first, and then {k} and {seed} in its texts filled in.
 
         Args:
             k: The number of samples to choose from.
@@ -248,7 +249,7 @@ class Table:
     kind: str = ""
 
     def in_papers_shape(self) -> Table:
-        """Return the table with the paper's columns only, for a page as narrow as the paper's."""
+        """Return the table with only the paper's columns, for a page as narrow as the paper's."""
         kept = [index for index, column in enumerate(self.columns) if column.in_paper]
         columns = tuple(self.columns[index] for index in kept)
         lines = []
@@ -265,19 +266,19 @@ class Table:
         return list(blocks.items())
 
     def tops(self) -> list[tuple[str, int]]:
-        """Return the shared headings and the number of columns that each of them spans."""
+        """Return each shared heading with the number of columns that it spans."""
         tops = []
         for top, columns in groupby(self.columns, key=lambda column: column.top):
             tops.append((top, len(list(columns))))
         return tops
 
 
-def _translate_line(text: str, special: Mapping[int, str]) -> str:
-    """Escape a text and put it on one line."""
+def _escape_line(text: str, special: Mapping[int, str]) -> str:
+    """Escape the special characters of a text and put it on one line."""
     return " ".join(text.translate(special).split())
 
 
-# The templates of Markdown and LaTeX. Their signs are << >> and <% %> because LaTeX uses braces.
+# The Markdown and LaTeX templates. Their delimiters are << >> and <% %> because LaTeX uses braces.
 TABLE_TEMPLATES = Environment(
     block_start_string="<%",
     block_end_string="%>",
@@ -291,8 +292,8 @@ TABLE_TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-TABLE_TEMPLATES.filters["md"] = partial(_translate_line, special=MARKDOWN_SPECIAL)
-TABLE_TEMPLATES.filters["tex"] = partial(_translate_line, special=LATEX_SPECIAL)
+TABLE_TEMPLATES.filters["md"] = partial(_escape_line, special=MARKDOWN_SPECIAL)
+TABLE_TEMPLATES.filters["tex"] = partial(_escape_line, special=LATEX_SPECIAL)
 
 
 def render_markdown(table: Table) -> str:
@@ -301,7 +302,7 @@ def render_markdown(table: Table) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text of unknown origin: one line of Markdown that shows it as it is, without tags, links or mentions.
+    """Escape untrusted text: return one line of Markdown that shows it verbatim, without tags, links or mentions.
 
     >>> escape_markdown("<b>[x](javascript:y)")
     '&#60;b&#62;\\\\[x\\\\]\\\\(javascript&#58;y\\\\)'
@@ -310,12 +311,12 @@ def escape_markdown(text: str) -> str:
 
 
 def render_latex(table: Table) -> str:
-    """Render a booktabs table; it needs no other package."""
+    """Render as a LaTeX table, which needs no package except booktabs."""
     return TABLE_TEMPLATES.get_template("table.tex.j2").render(table=table)
 
 
 def csv_text(table: Table) -> str:
-    """Render as CSV: one row for each number, with everything that is known of it."""
+    """Render as CSV: one row for each number, with everything that is known about it."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
@@ -342,8 +343,8 @@ def csv_text(table: Table) -> str:
 
 
 def _csv_cell(text: str) -> str:
-    """Put a text on one line, with a quote before anything that a spreadsheet would read as a formula."""
-    # The writer does not quote a carriage return, and some readers end a row there.
+    """Put a text on one line, and a quote before anything that a spreadsheet would evaluate as a formula."""
+    # The writer does not quote carriage returns, and some readers end a row at one.
     line = " ".join(text.split())
     if line.startswith(("=", "+", "-", "@")):
         return f"'{line}"
@@ -351,7 +352,7 @@ def _csv_cell(text: str) -> str:
 
 
 def _csv_numbers(entry: Entry) -> dict[str, float]:
-    """Return the numbers that an entry has, by the names in CSV_COLUMNS."""
+    """Return column of CSV_COLUMNS -> number, for the numbers that the entry has."""
     numbers = {}
     if entry.value is not None:
         numbers["value"] = entry.value
@@ -372,7 +373,7 @@ def _csv_numbers(entry: Entry) -> dict[str, float]:
 
 
 def render_terminal(table: Table) -> RichTable:
-    """Render for the terminal; the lines below a value are dimmed."""
+    """Render for the terminal, with dimmed lines below each value."""
     shown = RichTable(
         title=Text(table.title),
         title_justify="left",
@@ -387,7 +388,7 @@ def render_terminal(table: Table) -> RichTable:
     shown.add_column("Method", overflow="fold")
     for column in table.columns:
         heading = column.heading.rstrip(" ↑↓").replace(" ", "\n")
-        # A column is as narrow as its numbers: if there is no room, the names of methods are wrapped.
+        # Numbers never wrap, so that in a narrow terminal only the names of methods do.
         shown.add_column(Text(heading), justify="right", no_wrap=True)
     for _, lines in table.blocks():
         for line in lines:

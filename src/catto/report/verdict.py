@@ -1,4 +1,4 @@
-"""The verdict of a report: the method with the lowest loss, and how far the others are behind."""
+"""The verdict of a report: which method has the lowest loss, and how much worse the others are."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from catto.metrics.intervals import drop_invalid_interval
 from catto.metrics.resampling import Answers, ScoredAnswers, ignore_tick
 from catto.records import content_hash
 from catto.report.cell_answers import CellAnswers
-from catto.report.numbers import (
-    GroupNumbers,
-    Numbers,
-    Verdict,
-)
+from catto.report.numbers import GroupNumbers, Numbers, Verdict
 
-# Swaps for each comparison of a table. Correcting for m comparisons multiplies the smallest p-value by m, which gives
-# m / (1 + 50 m) < 0.02. With a fixed number of swaps, no difference in a large table could be significant.
-SWAPS = 50
+# Swaps of the swap test per comparison in a table. A test with s swaps has no p-value below 1 / (1 + s). Correcting for
+# m comparisons multiplies the smallest p-value by m, which gives m / (1 + 50 m) < 0.02. With a fixed number of swaps,
+# no difference in a large table could be significant.
+SWAPS_PER_COMPARISON = 50
 
 
 class _RunPlace(NamedTuple):
@@ -31,7 +28,7 @@ class _RunPlace(NamedTuple):
     seed: int
 
 
-# Method -> its runs, each with the loss of every answer as its scores. All methods have the same places, in one order.
+# Method -> its runs, each with the losses of its answers. All methods have runs at the same places, in the same order.
 _LossRuns = dict[str, list[ScoredAnswers]]
 
 
@@ -44,17 +41,17 @@ def decide_verdict(
     """Compare the method with the lowest loss with all others.
 
     The loss of an answer is |confidence - posterior| if every posterior is known, and otherwise its Brier score,
-    (confidence - correct)^2. The loss of a method is a mean over questions, which its ECE is not. The best method is
-    known only after the fact, so p-values are multiplied by the number of all pairs of methods.
+    (confidence - correct)^2. The loss of a method is a mean over questions; its ECE is not, so it cannot be used here.
+    The best method is chosen after seeing the data, so p-values are multiplied by the number of all pairs of methods.
 
     Args:
-        groups: The groups to judge.
+        groups: The groups to compare.
         answers: The answers of all cells.
-        settings: How runs are resampled; its metrics are not read.
+        settings: How runs are resampled; its metrics are not used.
         known: Numbers of an earlier build; its verdict is kept if the groups are the same.
 
     Returns:
-        None where there is no verdict, see `Numbers`.
+        The verdict; None in the cases that `Numbers` lists.
     """
     key = content_hash([[group.input, group.sources.forced] for group in groups])
     if known is not None and known.verdict is not None and known.verdict.input == key:
@@ -72,7 +69,7 @@ def decide_verdict(
     options = settings.options([run.answers for run in runs[best]], ignore_tick)
     behind = {}
     for name in others:
-        compared = compare_mean_scores(runs[name], runs[best], swaps=SWAPS * pairs_of_methods, **options)
+        compared = compare_mean_scores(runs[name], runs[best], swaps=SWAPS_PER_COMPARISON * pairs_of_methods, **options)
         difference = drop_invalid_interval(compared)
         p_corrected = min(1.0, pairs_of_methods * difference.p_value)
         behind[name] = Versus(**vars(difference), p_corrected=p_corrected)
@@ -88,15 +85,14 @@ def decide_verdict(
 def _gather_losses(
     groups: Sequence[GroupNumbers], answers: Sequence[CellAnswers], *, posteriors_known: bool
 ) -> _LossRuns:
-    """Return the losses of each method that has all runs and no group of mostly forced answers.
-
-    All runs are those of every method together: a method that lacks one of them is left out.
+    """Return the losses of each method that is comparable: none of its groups has too many forced answers, and it has a
+    run at every task, training set and seed at which any such method has one.
     """
-    mostly_forced = {group.method for group in groups if group.sources.forced}
+    forced_methods = {group.method for group in groups if group.sources.forced}
     run_at: dict[str, dict[_RunPlace, ScoredAnswers]] = {}
     all_places: set[_RunPlace] = set()
     for group in groups:
-        if group.method in mostly_forced:
+        if group.method in forced_methods:
             continue
         for cell_answers in answers:
             if not group.holds(cell_answers.cell):
@@ -113,7 +109,7 @@ def _gather_losses(
 
 
 def _compute_losses(answers: CellAnswers, task: str, *, posteriors_known: bool) -> ScoredAnswers:
-    """Return the answers with their losses. Question ids carry the task, since two tasks may share an id."""
+    """Return the answers with their losses. Question ids include the task, since two tasks may share an id."""
     if posteriors_known:
         losses = np.abs(answers.confidence - answers.truth)
     else:
@@ -123,7 +119,7 @@ def _compute_losses(answers: CellAnswers, task: str, *, posteriors_known: bool) 
 
 
 def _has_both_outcomes(runs: _LossRuns) -> bool:
-    """Return whether some answers are right and some wrong."""
+    """Return whether some answers are right and others wrong."""
     outcomes: set[bool] = set()
     for method_runs in runs.values():
         for run in method_runs:
