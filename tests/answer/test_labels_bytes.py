@@ -173,7 +173,7 @@ def test_an_odd_response_never_ends_a_run() -> None:
 
 
 class Shrinking:
-    """A tokenizer whose text does not grow from its prefixes' texts: an odd token swallows what came before it."""
+    """A tokenizer whose texts do not begin with their prefixes' texts: an odd token swallows what came before it."""
 
     def __init__(self) -> None:
         self.inner = kinds()["byte-level"]
@@ -190,11 +190,11 @@ class Shrinking:
         return text.replace("<answer>\nB", "<answer>\nA") if ids and ids[-1] == self.odd else text
 
 
-def test_tokens_whose_text_does_not_grow_are_no_answer() -> None:
+def test_tokens_whose_text_does_not_begin_with_their_prefixes_text_are_no_answer() -> None:
     tokenizer = Shrinking()
     ids = [*encode(tokenizer, "<answer>\nB\n</answer>"), tokenizer.odd]
     assert decode_ids(tokenizer, ids).startswith("<answer>\nA\n</answer>")
-    with pytest.raises(UnreadableLabelError, match="does not grow"):
+    with pytest.raises(UnreadableLabelError, match="does not begin with their prefixes' texts"):
         locate_label(tokenizer, ids, ("A", "B"))
     (one,) = predictions(tokenizer, ("A", "B"), [ids])
     assert one.source == "fallback"

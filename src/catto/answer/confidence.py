@@ -1,11 +1,12 @@
 """Read which label a response answers with and how probable that label is.
 
-An engine that exchanges tokens scores the label where `catto.answer.tokens` finds it. A server returns only token texts
-with the best candidates at each position. The answer's own log-probability always comes with the token that was drawn;
-the other labels are known if they are among the best 20. If one is not, a server that gives more candidates is asked
-again; otherwise `label_logprobs` is None. `logsumexp` is always None then.
+An engine that exchanges tokens scores the label at the position that `catto.answer.tokens` finds. A server returns only
+token texts, with the most probable candidates at each position. The log-probability of the written label always comes
+with the token that was drawn. Those of the other labels are known if they are among the best 20 candidates. If one is
+not, a server that can return more candidates is asked again; otherwise `label_logprobs` is None. `logsumexp` is always
+None for a server.
 
-A response without an answer is closed, so that the next token is a label, and the most probable label is taken.
+A response without an answer is closed, so that the next token is a label, and the most probable label is chosen.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
 
 
 class AskedQuestion(NamedTuple):
-    """A question with the messages that ask it."""
+    """A question, and the messages in which the model is asked it."""
 
     question: Question
     chat: tuple[Message, ...]
 
 
 class Case(NamedTuple):
-    """A response with the question and the messages that it answers."""
+    """A response, with the question and the messages that it answers."""
 
     question: LabelledQuestion
     chat: tuple[Message, ...]
@@ -53,7 +54,15 @@ class Case(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a response answers, how that was found, and the log-probabilities at the label's position."""
+    """The answer of a response, how it was found, and the log-probabilities at the label's position.
+
+    Attributes:
+        label: The label; None if the response has no answer.
+        source: How the label was found.
+        confidence: Probability of the label over the full vocabulary; 0 without an answer.
+        label_logprobs: Label -> log-probability; None unless it is known for every label.
+        logsumexp: Temperature -> log-sum-exp of the logits, as in `Scores`; None if unknown.
+    """
 
     label: str | None
     source: AnswerSource
@@ -63,15 +72,15 @@ class Answer(NamedTuple):
 
 
 class AnsweredCase(NamedTuple):
-    """A response with what was read of it."""
+    """A response and its answer."""
 
     case: Case
     answer: Answer
 
 
 NO_ANSWER = Answer(label=None, source="fallback", confidence=0.0, label_logprobs=None, logsumexp=None)
-# A server that tokenizes a text differently from how it had written it gives the drawn token another log-probability;
-# eight-bit arithmetic moves it by less than this.
+# A server may tokenize a continued text differently from how it had generated it; the drawn token then has a different
+# log-probability. At the same position, even eight-bit arithmetic changes it by less than this.
 MAX_LOGPROB_DIFFERENCE = 0.3
 
 
@@ -83,8 +92,8 @@ def _make_answer(
     logprobs: Mapping[str, float],
     logsumexp: dict[str, float] | None = None,
 ) -> Answer:
-    """Make an answer with the probability of its label, never renormalised."""
-    label_logprobs = None  # unless it is known of every label
+    """Make an answer whose confidence is the probability of its label, not renormalised over the labels."""
+    label_logprobs = None  # unless it is known for every label
     if all(name in logprobs for name in question.labels):
         label_logprobs = {name: logprobs[name] for name in question.labels}
     confidence = min(1.0, math.exp(logprobs[label]))  # float64 may round log 1 to 1e-17
@@ -95,23 +104,23 @@ def _make_answer(
 
 
 class ClosedText(NamedTuple):
-    """How many characters of a response are kept, and the text that follows them."""
+    """A response that was closed: the number of characters that are kept, and the text that is appended to them."""
 
     kept: int
     ending: str
 
 
 def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
-    r"""Keep a response up to its answer, close an open think block, open the answer in the canonical form.
+    r"""Close a response so that a label comes next: end an open think block, and open the answer in the canonical form.
 
-    A next turn after the response is dropped. So are a tag that was cut off at the end and the white space before it.
+    The response is kept up to its answer or the next turn. A torn tag at its end is dropped, and so is white space.
 
     Args:
         text: The response.
         labels: The question's labels.
 
     Returns:
-        How many characters of the response are kept, and the text that follows them.
+        The number of characters that are kept, and the text that is appended to them.
 
     Example:
         >>> close_response("<think>\nso\n</thi")
@@ -136,7 +145,7 @@ def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
 
 
 def _find_torn_tag(text: str) -> int:
-    """Find where a tag begins that was cut off at the end of a text; the text's length if there is none."""
+    """Return the index of an incomplete tag at the end of a text; the length of the text if there is none."""
     bracket = text.rfind("<")
     if bracket >= 0:
         torn = text[bracket:].lower()
@@ -155,11 +164,11 @@ def close_token_ids(
         tokenizer: The tokenizer that the ids belong to.
         ids: Token ids of the response.
         labels: The question's labels.
-        room: Maximum number of tokens of the closed response. A longer reasoning loses its end.
+        room: Maximum number of tokens in the closed response. The end of a longer response is dropped.
 
     Returns:
-        The tokens of the closed response and every label's next tokens; None if the answer's opening alone is longer
-        than `room`.
+        The tokens of the closed response, and the tokens with which every label would continue it. None if the
+        answer's opening alone is longer than `room`.
     """
     kept_ids = list(ids)
     while True:
@@ -169,43 +178,44 @@ def close_token_ids(
             return closed
         if not kept_ids:
             return None
-        # Closing the shorter response may need more tokens than before, so it is measured again.
+        # Closing the shortened response may take more tokens than before, so its length is checked again.
         kept_ids = kept_ids[: max(0, len(kept_ids) - int(excess))]
 
 
 def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> LabelPosition:
-    """Close a response of any length, and keep the ids of its text wherever they can be cut at the right character."""
+    """Close a response of any length. Its own ids are kept if they can be cut where the text is cut."""
     text = decode_ids(tokenizer, ids)
     closed = close_response(text, labels)
     first_dropped = TokenStart(token_index=len(ids), begin=closed.kept)
     try:
         if closed.kept < len(text):
             first_dropped = find_token(tokenizer, ids, text, closed.kept)
-        # A token with kept and dropped characters is dropped; its kept characters are written again.
+        # A token with both kept and dropped characters is dropped, and its kept characters are encoded again.
         kept_of_dropped = text[first_dropped.begin : closed.kept]
         opening = encode_opening(tokenizer, kept_of_dropped + closed.ending, labels)
         kept_ids = ids[: first_dropped.token_index]
     except ValueError:
-        # Tokens whose text cannot be cut, or a torn word that changes how the labels are written: encode it again.
+        # The tokens cannot be cut there, or part of a word changes how the labels are encoded: encode the whole text.
         opening = encode_opening(tokenizer, closed.ending, labels)
         kept_ids = encode_continuation(tokenizer, text[: closed.kept])
     return opening._replace(ids=(*kept_ids, *opening.ids))
 
 
-# From token ids
+# Answers from token ids
 
 
 def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
     """Read the answer of every response: the written label, or else the most probable one.
 
-    A label of several tokens has the product of their probabilities, and no `logsumexp`, which belongs to one position.
+    The probability of a label with several tokens is the product of theirs. It has no `logsumexp`, which applies to a
+    single position.
 
     Args:
-        engine: Scores the labels for which no scores are stored with the response.
+        engine: Scores the labels of responses that are stored without scores.
         cases: Responses with token ids.
 
     Returns:
-        One answer for each case; `NO_ANSWER` if the prompt leaves no room for one.
+        One answer for each case; `NO_ANSWER` if the prompt leaves no room for an answer.
     """
     answers = []
     for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
@@ -217,12 +227,12 @@ def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 
 
 def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
-    """Turn the scores of a label's tokens into an answer; without a written label the most probable one is taken.
+    """Turn the scores at a label's position into an answer: the written label, or else the most probable one.
 
     Args:
         question: The question.
-        position: Where the label is, and the tokens of every label there.
-        scores: The scores of all points that `position` lists.
+        position: The label's position, and the tokens of every label there.
+        scores: The scores at all points that `position` lists.
     """
     logprobs_after = {}
     for point, score in scores.items():
@@ -238,7 +248,7 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
     if answered is None:
         answered = max(question.labels, key=lambda name: logprobs[name])
     logsumexp = None
-    has_one_point = len(scores) == 1  # with several, no single logsumexp belongs to the label
+    has_one_point = len(scores) == 1  # otherwise the label spans several positions, each with its own logsumexp
     if has_one_point:
         (score,) = scores.values()
         logsumexp = score.logsumexp
@@ -246,14 +256,15 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
 
 
 def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration]:
-    """Store the scores at its label with each response, so that `read_token_answers` then needs no model.
+    """Add the scores of its label to each response, so that `read_token_answers` needs no model later.
 
     Args:
         engine: The engine that has just generated the responses.
         cases: The responses.
 
     Returns:
-        One generation for each case; without scores if only the text of the response is known.
+        One generation for each case. It has no scores if the response has no position to score, for example because
+        its engine exchanges text only.
     """
     generations = []
     for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
@@ -268,17 +279,17 @@ def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration
 
 
 class _ScoredPosition(NamedTuple):
-    """Where a response's label is read, None if nowhere, and the scores there."""
+    """The position at which a response's label is read, or None, and the scores there."""
 
     position: LabelPosition | None
     scores: dict[ScoringPoint, Scores]
 
 
 def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosition]:
-    """Score each response's label. Scores that are stored with it are taken; the engine gives the others in one call.
+    """Score the label of each response: use the scores that are stored with it, and compute the rest in one call.
 
-    Stored scores apply if they are of the same tokens and the same candidates, whichever parser found that position.
-    A response has no position and no scores if its engine has no tokenizer, its question no labels, or its prompt
+    Stored scores are valid for the same tokens and the same candidates, whichever parser version found that position.
+    A response has neither position nor scores if its engine has no tokenizer, its question has no labels, or its prompt
     leaves no room for an answer.
     """
     positions = []
@@ -294,7 +305,7 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
         for point in _list_points(position):
             if point not in stored:
                 contexts.append(_make_context(case, point))
-    # In the order of `contexts`; the second loop takes them in the same order.
+    # In the order of `contexts`, in which the second loop visits the points too.
     new_scores = iter(engine.score(contexts) if contexts else ())
     scored = []
     for position, stored in zip(positions, stored_scores, strict=True):
@@ -309,20 +320,23 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
 
 
 def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
-    """Find the label in the token ids; close the response if it has none that can be read within the model's length.
+    """Find the label in the token ids of a response, or close the response.
+
+    It is closed if it has no label, its label cannot be read from the tokens, or the label lies beyond the model's
+    maximum length.
 
     Returns:
         The position; None if the question has no labels or the prompt leaves no room for an answer.
 
     Raises:
-        ValueError: The engine gave no token ids.
+        ValueError: The engine returned no token ids.
     """
     question = case.question
     generation = case.generation
     if not question.labels:
         return None
     if generation.token_ids is None:
-        raise ValueError(f"{engine.name} gave no token ids for question {question.id}")
+        raise ValueError(f"{engine.name} returned no token ids for question {question.id}")
     room = math.inf
     if engine.positions is not None:
         room = engine.positions - (generation.prompt_tokens or 0)
@@ -355,7 +369,7 @@ def _make_context(case: Case, point: ScoringPoint) -> Context:
     return Context(messages=case.chat, prefix=point.prefix, candidates=point.candidates, response=case.generation.key)
 
 
-# From a server's candidates
+# Answers from a server's candidates
 
 
 def read_replies(
@@ -364,21 +378,21 @@ def read_replies(
     todo: deque[Request],
     outcomes: Iterable[Generation | Refusal],
 ) -> Iterator[AnsweredCase | Refusal]:
-    """Read the answer of every reply as it arrives. A reply that leaves something open is continued, if possible.
+    """Read the answer of every reply as it arrives. Request a continuation of incomplete ones, if possible.
 
-    The request to continue it is put at the front of `todo`, so its reply is one of the next outcomes. A response whose
-    label has no readable log-probability is refused, and so is one without an answer whose continuation was refused.
+    The request is put at the front of `todo`, so that its reply is among the next outcomes. A response is refused if
+    the log-probability of its label cannot be read, or if it has no answer and its continuation was refused.
 
     Args:
         engine: The server.
-        asked: Question id -> the question as it was asked.
-        todo: The requests that the engine still has to send; requests to continue replies are added.
-        outcomes: What the engine gives for `todo`, read from it while this runs.
+        asked: Question id -> the question and the messages in which it was asked.
+        todo: The requests that the engine still has to send. Continuation requests are added to it.
+        outcomes: The outcomes for `todo`, from which the engine takes requests while this runs.
 
     Yields:
         A response with its answer, or a refusal.
     """
-    continued: dict[Key, Case] = {}  # the first replies of responses whose continuation has been requested
+    continued: dict[Key, Case] = {}  # replies whose continuation has been requested and not yet received
     for outcome in outcomes:
         is_continuation = outcome.key in continued
         if is_continuation:
@@ -403,20 +417,20 @@ def read_replies(
 
 
 def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Request | None:
-    """Make a request for the one token that settles what a reply leaves open.
+    """Make a request for the single token that is missing to read a reply completely.
 
-    A reply without an answer is closed, and the next token is the most probable label. A reply with an answer leaves
-    the other labels open if one of them is not among the next tokens that the server returned. Its label's token is
-    then generated again: a begun response is asked for `max_candidates` next tokens, any other for `top_logprobs`.
+    A reply without an answer is closed, and the label is read from the candidates for the next token. In a reply with
+    an answer, a label may be missing from the candidates that the server returned. The label's token is then generated
+    again with more candidates: `max_candidates` instead of `top_logprobs`.
 
     Args:
         engine: The server.
         case: The reply.
-        answer: What `read_reply` reads of the reply, without a continuation.
+        answer: The result of `read_reply` for this reply, without a continuation.
 
     Returns:
-        The request to continue a part of the reply by one token. None if the reply leaves nothing open, was refused,
-        or cannot be continued.
+        The request to continue the beginning of the reply by one token. None if nothing is missing, the reply was
+        refused, or it cannot be continued.
     """
     text = case.generation.text
     lacks_other_labels = isinstance(answer, Answer) and answer.label_logprobs is None
@@ -426,11 +440,11 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
         prefix = text[: closed.kept] + closed.ending
     elif lacks_other_labels and gives_more_candidates:
         written = _find_written_label(case)
-        assert isinstance(written, _WrittenLabel)  # `read_reply` has found it to read this answer
+        assert isinstance(written, _WrittenLabel)  # this answer was read from it
         prefix = text[: written.token_start]
     else:
         return None
-    # A label at the very beginning leaves no prefix: an empty message cannot be continued.
+    # The prefix is empty if the label is at the very beginning. An empty message cannot be continued.
     if not prefix or not engine.can_continue:
         return None
     return Request(
@@ -447,8 +461,8 @@ def read_reply(case: Case, continuation: Generation | Refusal | None = None) -> 
 
     Args:
         case: The reply.
-        continuation: The reply to `request_continuation`, if it was asked. For a written label it gives the
-            log-probabilities of more labels; for a response without an answer it gives the most probable label.
+        continuation: The outcome of the request that `request_continuation` made; None if it made none. With a written
+            label it adds the log-probabilities of other labels. Without an answer it provides the most probable label.
 
     Returns:
         The answer; a refusal if the label's log-probability cannot be read.
@@ -467,20 +481,20 @@ def read_reply(case: Case, continuation: Generation | Refusal | None = None) -> 
 
 
 class _WrittenLabel(NamedTuple):
-    """A label as a server's reply writes it, with the token that it begins in."""
+    """A label as it is written in a server's reply, with the token in which it begins."""
 
     label: str
     source: AnswerSource
-    token_start: int  # where the token begins in the text
+    token_start: int  # index of the token's first character in the text
     token: str
-    lead: str  # the token's text before the label
-    after: str  # the token's text after the label
-    candidates: Mapping[str, float]  # token text -> log-probability, at this token
-    forms: Mapping[str, str]  # every label as it would be written here
+    lead: str  # the part of the token before the label
+    after: str  # the part of the token after the label
+    candidates: Mapping[str, float]  # text of each candidate for this token -> log-probability
+    forms: Mapping[str, str]  # label -> as it would be written here
 
 
 def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
-    """Find the label and its token; None if there is no answer, a refusal if its log-probability is not known."""
+    """Find the label and its token; None if there is no answer, a refusal if its log-probability cannot be read."""
     generation = case.generation
     text = generation.text
     parsed = parse_answer(text, case.question, cut=generation.finish_reason == "length")
@@ -491,12 +505,12 @@ def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
     token_start = 0
     for token, candidates in generation.tops or ():
         token_end = token_start + len(token)
-        # The text may end within the last token, after a stop text.
+        # The text was cut after a stop text, which may end within the last token.
         token_in_text = token[: max(0, len(text) - token_start)]
         if text[token_start:token_end] != token_in_text:
             break
-        holds_label_start = token_start <= label_start < token_end
-        if holds_label_start:
+        contains_label_start = token_start <= label_start < token_end
+        if contains_label_start:
             written = _WrittenLabel(
                 label=parsed.label,
                 source=parsed.source,
@@ -518,9 +532,9 @@ def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
 
 
 def _find_ambiguous_rival(written: _WrittenLabel) -> str | None:
-    """Find another label that the token may begin as well; None if it can only begin the written one.
+    """Find a different label that may also begin with this token; None if only the written label does.
 
-    A label that begins alike has a token of its own if a longer candidate begins it: 10 next to 1.
+    A label that begins in the same way does not count if it begins with a longer candidate: 10 next to 1.
     """
     own_beginning = written.token.removeprefix(written.lead)
     longer_beginnings = []
@@ -540,7 +554,7 @@ def _read_written_label(
 ) -> Answer:
     """Read the probability of a written label.
 
-    The candidates of a continuation count only if the drawn token is as probable there.
+    The candidates of a continuation are used only if the drawn token has about the same probability there.
     """
     drawn_logprob = written.candidates[written.token]
     logprob_in_continuation = next_candidates.get(written.token, math.inf)
@@ -549,19 +563,19 @@ def _read_written_label(
     if is_same_position:
         candidates = {**next_candidates, **written.candidates}
     logprobs = read_label_logprobs(written.forms, candidates, written.lead, written.after)
-    # The token that was drawn counts, not the most probable beginning of the label.
+    # The written label has the log-probability of the drawn token, even if a different beginning is more probable.
     logprobs[written.label] = drawn_logprob
     return _make_answer(question, written.label, source=written.source, logprobs=logprobs)
 
 
 def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, float]) -> Answer:
-    """Read the most probable label among the candidates for the next token; `NO_ANSWER` if they do not tell it."""
+    """Read the most probable label from the candidates for the next token; `NO_ANSWER` if they do not determine it."""
     forms = {label: label for label in question.labels}
     logprobs = read_label_logprobs(forms, candidates)
     if not logprobs:
         return NO_ANSWER
     best = max(logprobs, key=logprobs.__getitem__)
-    # A more probable token that begins two labels tells neither, and rules out the others.
+    # If a more probable token begins several labels, one of those may be the most probable label.
     for token, logprob in candidates.items():
         begins_label = token != "" and any(label.startswith(token) for label in question.labels)
         if begins_label and logprob > logprobs[best]:
@@ -572,10 +586,10 @@ def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, flo
 def read_label_logprobs(
     forms: Mapping[str, str], candidates: Mapping[str, float], lead: str = "", after: str = ""
 ) -> dict[str, float]:
-    """Read each label's log-probability: that of the most probable candidate token that begins it as written.
+    """Read the log-probability of each label: that of the most probable candidate token with which it begins.
 
-    Labels that no candidate begins are left out, and so are labels that share a token. The whole of another label
-    (`no`) does not begin a label that a longer token begins (`not` of `not sure`).
+    A label is left out if it begins with no candidate, or shares its token with a different label. A token that is a
+    complete label (`no`) does not count for another label that has a longer candidate (`not` of `not sure`).
 
     Args:
         forms: Label -> as it would be written.

@@ -1,7 +1,7 @@
-"""Find a label in token ids, and the tokens that the other labels would have in its place. No torch.
+"""Find a label in token ids, and the tokens that the other labels would have in its place. Does not import torch.
 
-Characters are mapped to tokens by decoding prefixes of the ids themselves: what a model generated need not be what the
-tokenizer would make of its text.
+Characters are mapped to tokens by decoding prefixes of the ids. Encoding the text again would not do: a model may have
+generated other tokens than the tokenizer would.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from catto.prompts import render_completion
 from catto.records import AnswerSource
 from catto.token_ids import count_common, decode_ids
 
-# Answers are at the end, so this many last tokens are searched first: a third of the time on 220 tokens.
+# Answers are at the end, so this many last tokens are searched first. On 220 tokens, that takes a third of the time.
 TAIL = 32
 _ENDING = "\n</answer>"
-# A letter before a text to encode: no tokenizer merges it with a newline or a tag, and sentencepiece puts its dummy
-# space before it.
+# A letter that is put before a text to encode: no tokenizer merges it with a newline or a tag, and sentencepiece puts
+# its dummy space before it.
 _ANCHOR = "a"
-# How models open an answer; the first is our own form, in which labels are trained and constrained.
+# How models open an answer. The first form is canonical: it is used in training and to close responses.
 _OPENINGS = (render_completion(None, None), "<answer>", "<answer> ")
-# What decoding gives for a character of which some bytes are missing.
+# Decoding gives this for a character with missing bytes.
 _TORN_CHARACTER = "\ufffd"
 
 TokenIds = tuple[int, ...]
 
 
 class UnreadableLabelError(ValueError):
-    """Labels that begin with the same tokens, or token ids whose text is not made of their prefixes' texts."""
+    """Labels begin with the same tokens, or the text of token ids does not begin with the texts of their prefixes."""
 
 
 class Branches(NamedTuple):
-    """The tokens that all labels begin with, and each label's tokens after them."""
+    """The tokens that all labels begin with, and each label's path: its tokens after them."""
 
     shared: TokenIds
     paths: Mapping[str, TokenIds]
@@ -49,19 +49,19 @@ class ScoringPoint(NamedTuple):
 
 
 class LabelPosition(NamedTuple):
-    """Where a label is read in a response, and the tokens of every label there.
+    """The position in a response where a label is read, and the tokens of every label there.
 
-    A path ends at the token that tells its label from every other label. That is mostly one token, the one with the
-    label's first character. Where that character takes several tokens (bytes), the position is the first of them at
-    which labels differ, and labels that share it have longer paths.
+    A path ends at the token that distinguishes its label from every other label. Usually that is a single token, the
+    one with the label's first character. If that character is encoded in several tokens (bytes), the position is the
+    first token at which labels differ, and labels that share this token have longer paths.
 
-    All paths have the form in which the label was written: what its token holds besides the label (" A", ">A", "A.")
-    and the label's case. A label without a token in that form has no path; the written one always has.
+    All paths have the form in which the label was written: its case, and the text that its token contains besides the
+    label (" A", ">A", "A."). A label without a token in that form has no path; the written label always has one.
 
     Attributes:
-        ids: The tokens of the response before the label.
-        paths: Label -> its tokens after `ids`.
-        label: The label that was written there; None if the most probable one is to be taken.
+        ids: The tokens of the response before this position.
+        paths: Label -> its tokens from this position on.
+        label: The label that was written there; None if the most probable one should be chosen.
         source: How the label was found.
     """
 
@@ -72,12 +72,12 @@ class LabelPosition(NamedTuple):
 
     @property
     def needed_length(self) -> int:
-        """Number of response tokens that come before the last token of the longest path."""
+        """The number of response tokens before the last token of the longest path."""
         longest = max(len(path) for path in self.paths.values())
         return len(self.ids) + longest - 1
 
     def list_scoring_points(self) -> list[ScoringPoint]:
-        """List what must be scored to know the probability of every path."""
+        """List the points at which tokens must be scored to compute the probability of every path."""
         candidates_after: dict[TokenIds, list[int]] = {}
         for path in self.paths.values():
             for length, token in enumerate(path):
@@ -88,20 +88,20 @@ class LabelPosition(NamedTuple):
 
 
 class LabelToken(NamedTuple):
-    """Index of a label's token in a completion, and the token of every label there, in the order of the labels."""
+    """The index of a label's token in a completion, and the token of every label there, in the order of the labels."""
 
     token_index: int
     candidates: TokenIds
 
 
 class TokenStart(NamedTuple):
-    """Index of a token, and the character that it begins at."""
+    """The index of a token, and the index of the character at which it begins."""
 
     token_index: int
     begin: int
 
 
-# Where a label is
+# Locating labels
 
 
 def locate_label(
@@ -119,14 +119,14 @@ def locate_label(
         ids: Token ids of the response.
         labels: The question's labels.
         option_texts: The options' texts in the order of `labels`.
-        cut: Whether the response ran into its token limit.
+        cut: Whether the response reached its token limit.
 
     Returns:
         The position of the label that `parse_response` reads; None if the response gives no answer.
 
     Raises:
-        UnreadableLabelError: The label's tokens do not tell it from another label. Labels that differ as they are
-            asked for may begin with one token in the case in which the model wrote them.
+        UnreadableLabelError: The label's tokens do not distinguish it from a different label. This happens even to
+            labels that pass `check_labels`: in the case in which the model wrote them, they may share a token.
     """
     text = decode_ids(tokenizer, ids)
     parsed = parse_response(text, labels, option_texts, cut=cut)
@@ -153,7 +153,7 @@ def locate_label(
 
 
 def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) -> LabelToken:
-    """Find the one token of a rendered completion that holds its label.
+    """Find the single token that decides the label of a rendered completion.
 
     Args:
         tokenizer: The tokenizer that the ids belong to.
@@ -164,7 +164,8 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
         The index of the label's token, and the K labels' tokens in the order of `labels`.
 
     Raises:
-        ValueError: There is no label, a label has no token of the same form, or two labels share their first token.
+        ValueError: The completion has no label, a label has no token of the same form, or two labels share their first
+            token.
     """
     position = locate_label(tokenizer, ids, labels)
     if position is None:
@@ -177,28 +178,28 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
     if with_longer_path:
         first, second = with_longer_path[:2]
         raise ValueError(
-            f"labels {first!r} and {second!r} begin with the same token in {_name(tokenizer)}: evaluation reads on, "
-            f"training reads one token"
+            f"labels {first!r} and {second!r} begin with the same token in {_name(tokenizer)}: evaluation reads "
+            f"further tokens, but training reads one token"
         )
     return LabelToken(token_index=len(position.ids), candidates=tuple(position.paths[label][0] for label in labels))
 
 
 @lru_cache(maxsize=1024)
 def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelPosition:
-    r"""Encode a text that opens an answer, up to where the labels' tokens begin to differ.
+    r"""Encode a text that opens an answer, up to the first token at which the labels differ.
 
-    A newline that the tokenizer merges with the label is left to the label's token.
+    If the tokenizer merges the final newline with a label, the newline belongs to the label's token.
 
     Args:
         tokenizer: The tokenizer.
-        text: Ends in the canonical `<answer>\n`.
+        text: A text that ends in the canonical `<answer>\n`.
         labels: The question's labels.
 
     Returns:
         The position of a label that is still to be chosen.
 
     Raises:
-        ValueError: Two labels begin alike, or do not begin at the same token.
+        ValueError: Two labels begin with the same tokens, or do not begin at the same position.
     """
     ids_before = {}
     paths = {}
@@ -215,29 +216,30 @@ def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelP
 
 
 def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:
-    """Raise a ValueError unless tokens tell the labels apart, however an answer is opened."""
-    canonical, *others = _OPENINGS
+    """Raise a ValueError unless tokens distinguish the labels after every usual opening of an answer."""
+    canonical, *other_openings = _OPENINGS
     encode_opening(tokenizer, canonical, tuple(labels))
-    for text in others:
+    for text in other_openings:
         paths = {label: _encode_label(tokenizer, text, label, _ENDING).path for label in labels}
         _split_paths(tokenizer, paths, text)
 
 
-# Between characters and tokens
+# Mapping characters to tokens
 
 
 def encode_continuation(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text that continues other text: no special tokens, and no dummy space of its own.
+    """Encode a text that continues another text, without special tokens and without a dummy space at its beginning.
 
-    The text is encoded after `_ANCHOR`, whose tokens are removed; alone if the tokenizer merges the two.
+    The text is encoded after `_ANCHOR`, whose tokens are then removed. If the tokenizer merges the two, the text is
+    encoded alone.
     """
     ids = _tokenize(tokenizer, _ANCHOR + text)
     anchored_text = decode_ids(tokenizer, ids)
     if text and anchored_text.endswith(text):
         start = len(anchored_text) - len(text)
         tokens = _find_character(tokenizer, ids, anchored_text, start)
-        is_anchor_apart = tokens.begin == start
-        if is_anchor_apart:
+        is_anchor_separate = tokens.begin == start
+        if is_anchor_separate:
             return ids[tokens.first :]
     return _tokenize(tokenizer, text)
 
@@ -245,21 +247,21 @@ def encode_continuation(tokenizer: Any, text: str) -> list[int]:
 def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, tail: int = TAIL) -> TokenStart:
     """Find the token that completes a character, by bisection over prefixes of the ids.
 
-    It is the last token of the shortest prefix whose text has the character. A prefix that ends inside the character
-    decodes to U+FFFD there and is too short.
+    It is the last token of the shortest prefix whose text contains the character. A prefix that ends inside the
+    character decodes to U+FFFD there, so it is too short.
 
     Args:
         tokenizer: The tokenizer that the ids belong to.
         ids: Token ids.
         text: `decode_ids(tokenizer, ids)`.
         position: Index of the character in `text`.
-        tail: How many last tokens are searched first; all are if that does not give a sure result.
+        tail: Number of last tokens to search first. If they do not give a certain result, all tokens are searched.
 
     Returns:
-        The index of the token, and the character that it begins at.
+        The index of the token, and the index of the character at which it begins.
 
     Raises:
-        UnreadableLabelError: The text of the ids does not grow from their prefixes' texts.
+        UnreadableLabelError: The text of the ids does not begin with the texts of their prefixes.
     """
     start = max(len(ids) - tail, 0)
     tail_ids = ids[start:]
@@ -272,18 +274,18 @@ def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, 
 
     index = bisect_left(range(1, len(tail_ids) + 1), True, key=has_character)
     before = decode_ids(tokenizer, tail_ids[:index])
-    grows = index < len(tail_ids) and tail_text.startswith(before.rstrip(_TORN_CHARACTER))
+    begins_with_prefix = index < len(tail_ids) and tail_text.startswith(before.rstrip(_TORN_CHARACTER))
     # The first token of the tail may begin before the position, and a tokenizer may trim it when it decodes the tail.
-    is_sure = grows and index > 0 and text.endswith(tail_text)
-    if start > 0 and not is_sure:
+    is_certain = begins_with_prefix and index > 0 and text.endswith(tail_text)
+    if start > 0 and not is_certain:
         return find_token(tokenizer, ids, text, position, tail=len(ids))
-    if not grows:
-        raise UnreadableLabelError(f"{_name(tokenizer)}: the text of tokens does not grow from their prefixes' texts")
+    if not begins_with_prefix:
+        raise UnreadableLabelError(f"{_name(tokenizer)}: the text of tokens does not begin with their prefixes' texts")
     return TokenStart(token_index=start + index, begin=offset + _count_agreeing(before, through_character))
 
 
 class _CharacterTokens(NamedTuple):
-    """The first and the last token with bytes of a character, and the character that the first one begins at."""
+    """The first and last token with bytes of a character, and the index of the character at which the first begins."""
 
     first: int
     last: int
@@ -291,10 +293,11 @@ class _CharacterTokens(NamedTuple):
 
 
 def _find_character(tokenizer: Any, ids: Sequence[int], text: str, position: int) -> _CharacterTokens:
-    """Find all tokens of a character: one, or several if it is not ASCII and written in bytes."""
+    """Find all tokens of a character: one, or several if its UTF-8 bytes are in different tokens."""
     last, begin = find_token(tokenizer, ids, text, position)
     first = last
     is_one_byte = text[position].isascii()
+    # Step back until the text before `first` ends with a whole character.
     while first > 0 and not is_one_byte:
         before = decode_ids(tokenizer, ids[:first])
         begin = _count_agreeing(before, text)
@@ -308,7 +311,7 @@ def _find_character(tokenizer: Any, ids: Sequence[int], text: str, position: int
 
 
 def _count_agreeing(beginning: str, text: str) -> int:
-    """Count the characters of `text` that the text of its first ids gives; a torn last character does not count."""
+    """Count the characters of `text` that a decoded prefix of its ids covers; a torn last character does not count."""
     if text.startswith(beginning):
         return len(beginning)
     return len(beginning.rstrip(_TORN_CHARACTER))
@@ -322,12 +325,12 @@ def _tokenize(tokenizer: Any, text: str) -> list[int]:
 
 
 class _WrittenForm(NamedTuple):
-    """How a label is written."""
+    """A label as the model wrote it, with the text around it."""
 
     head: str  # the text from `<answer>` to the label
-    lead: str  # the end of `head` that is in the label's token
+    lead: str  # the part of `head` that is in the label's token
     written: str  # the label itself
-    after: str  # what follows the label in its token
+    after: str  # the text after the label that is in its token
 
 
 def restyle_labels(labels: Sequence[str], label: str, written: str) -> dict[str, str]:
@@ -339,7 +342,7 @@ def restyle_labels(labels: Sequence[str], label: str, written: str) -> dict[str,
         written: How it was written.
 
     Returns:
-        Label -> its written form. Only `label` itself, if it was written in another way, such as fullwidth.
+        Label -> its written form. Only `label` itself if it was written in other characters, such as fullwidth ones.
 
     Example:
         >>> restyle_labels(("yes", "no"), "yes", "Yes")
@@ -377,7 +380,7 @@ def _find_branches(
 
 
 def _encode_rival(tokenizer: Any, rival: str, form: _WrittenForm) -> TokenIds | None:
-    """Encode another label in the same form; None if its tokens hold another part of the text before it."""
+    """Encode a different label in the same form; None if its token contains a different part of the text before it."""
     try:
         encoded = _encode_label(tokenizer, form.head, rival, form.after)
     except ValueError:
@@ -388,9 +391,9 @@ def _encode_rival(tokenizer: Any, rival: str, form: _WrittenForm) -> TokenIds | 
 
 
 def _exchange_label(tokenizer: Any, own_path: TokenIds, written: str, rival: str) -> TokenIds | None:
-    """Exchange the label inside its token; None if the vocabulary has no such token.
+    """Replace the label inside its token by a different one; None if the vocabulary has no such token.
 
-    This serves a model that wrote what the tokenizer would not: ">" and "A" where ">A" is one token.
+    This is needed if the model wrote tokens that the tokenizer would not: ">" and "A" although ">A" is a token.
     """
     piece = str(tokenizer.convert_ids_to_tokens(own_path[0]))
     if len(own_path) > 1 or written not in piece:
@@ -398,22 +401,22 @@ def _exchange_label(tokenizer: Any, own_path: TokenIds, written: str, rival: str
     before, _, after = piece.rpartition(written)
     exchanged = before + rival + after
     token = tokenizer.convert_tokens_to_ids(exchanged)
-    # A tokenizer may give the id of its unknown token.
+    # A tokenizer may return the id of its unknown token.
     if token is None or tokenizer.convert_ids_to_tokens(token) != exchanged:
         return None
     return (token,)
 
 
 def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Branches:
-    """Cut each label's tokens where they tell it from every other label's.
+    """Split off the tokens that all labels share, and cut each path after the token that distinguishes its label.
 
     Args:
         tokenizer: The tokenizer, for its name and tokens in errors.
-        paths: Label -> the tokens of its first character. There are several where a character is written in bytes.
+        paths: Label -> the tokens of its first character: several if the character is encoded in bytes.
         head: The text before the label, for errors.
 
     Raises:
-        UnreadableLabelError: All tokens of one label begin another label too.
+        UnreadableLabelError: A different label begins with all tokens of a label.
     """
     if len(paths) == 1:
         return Branches(shared=(), paths=paths)
@@ -425,13 +428,13 @@ def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Br
             if other == label:
                 continue
             common = count_common(path, other_path)
-            is_never_told_apart = common == len(path)
-            if is_never_told_apart:
-                first, second = (name for name in paths if name in (label, other))
+            is_prefix_of_other = common == len(path)
+            if is_prefix_of_other:
+                first, second = (name for name in paths if name in (label, other))  # in the order of the labels
                 raise UnreadableLabelError(
                     f"labels {first!r} and {second!r} begin with the same token "
                     f"{tokenizer.convert_ids_to_tokens(path[0])!r} after {head[-20:]!r} in {_name(tokenizer)}: "
-                    f"give labels that begin differently"
+                    f"use labels that begin differently"
                 )
             end = max(end, common + 1)
         cut_paths[label] = path[shared:end]
@@ -444,7 +447,7 @@ class _EncodedLabel(NamedTuple):
 
     before: TokenIds  # the ids before the label
     path: TokenIds  # the ids of its first character
-    lead: str  # the text before the label that is in those ids
+    lead: str  # the text before the label that `path` contains
 
 
 def _encode_label(tokenizer: Any, head: str, label: str, after: str) -> _EncodedLabel:
