@@ -453,7 +453,7 @@ def tasks() -> Iterable[Case]:
         (("snl",), "did you mean snli?"),
         (("snli", "--data-dir", "nowhere"), "nowhere: no such folder"),
         (("snli", "--data-dir", "good.jsonl"), "good.jsonl: no such folder"),
-        (("snli", "--data-dir", "empty.model"), "empty.model: no file of snli here"),
+        (("snli", "--data-dir", "empty.model"), "empty.model: no file for snli here"),
         (("witnesses", "--seed", "-1"), "--seed"),
         (("witnesses", "--n", "-1"), "--n"),
         (("witnesses", "--split", "dev"), "--split"),

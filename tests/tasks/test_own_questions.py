@@ -377,7 +377,7 @@ TWO = ["x", "y"]
         ({"key": "C"}, "key 'C' is not one of A, B"),
         ({"key": 1}, "key 1 is not one of A, B"),  # the rows before answer by letters
         ({"key": None}, "key: missing"),
-        ({"key": [1, 1]}, "key: expected a 1 for the right one of 2 options, else 0"),
+        ({"key": [1, 1]}, "key: expected 2 marks, a 1 for the right option and a 0 for every other"),
         ({"choices": None}, "choices: missing"),
         ({"choices": "red or blue"}, "choices: expected a list of texts, got str"),
         ({"choices": [{"id": 1}, {"id": 2}]}, "choices: expected a list of texts, got a list with NoneType"),
@@ -512,7 +512,7 @@ def test_a_malformed_task_file_is_one_line(content: str, said: str, tmp_path: Pa
             ("eval", "m", "--file", "mine.jsonl"),
             "--fields: needed with --file; catto data --file mine.jsonl proposes it",
         ),
-        (("data", "mmlu", "--answers", "a.lst"), "--answers: goes with --file"),
+        (("data", "mmlu", "--answers", "a.lst"), "--answers: needs --file"),
         (("data",), "TASK or --file is needed: a task's name, or a file of your own"),
         (("data", "nowhere.yaml"), "nowhere.yaml: No such file"),
         (("data", "--file", "nowhere.jsonl"), "nowhere.jsonl: no such file"),

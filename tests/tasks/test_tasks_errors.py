@@ -122,7 +122,7 @@ def test_a_missing_split_says_which_there_are(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file of mmlu here"):
+    with pytest.raises(DataError, match="no file for mmlu here"):
         load_questions("mmlu", "test", data_dir=tmp_path)
 
 

@@ -1,8 +1,7 @@
-"""Turn a row into a question without options: one that is answered by a short text or a number."""
+"""Turn a row into a question without options, which is answered by a short text or a number."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,27 +9,28 @@ from functools import cached_property
 from catto.answer.grading import find_answer_key, normalize_answer
 from catto.errors import parse_json
 from catto.records import Grade
-from catto.tasks.fields import PLACEHOLDER, Raw, fill_template, get_field
+from catto.tasks.fields import Raw, fill_template, get_field, template_fields
 from catto.tasks.splits import Draft
 
-# GSM8K writes the solution before the answer, and this between them.
+# GSM8K puts this between a solution and its answer.
 SOLUTION_END = "####"
-MAX_ACCEPTED = 1000
-MAX_ANSWER = 1000  # characters of an accepted answer
+MAX_ACCEPTED = 1000  # accepted answers per question
+MAX_ANSWER = 1000  # characters per accepted answer
 
 
 @dataclass(frozen=True)
 class AnswerMap:
-    r"""Which field of a row is which, for questions without options; a field inside another is `outer.inner`.
+    r"""Which field of a row is which, for questions without options; a nested field is written `outer.inner`.
 
     Attributes:
         question: One field; a template such as "{passage}\n{question}"; or several fields by the names that a prompt
             shows.
-        answer: The field of the accepted answer, or of a list of them. What follows the last `####` counts.
-        grade: How answers are compared; None takes `any-of` for a list and `exact` otherwise.
-        tolerance: For `number`, the largest difference, as a share of the accepted value.
-        id: The field of the question's id.
-        group: The field of the group whose rows stay in one split.
+        answer: The field with the accepted answer or a list of accepted answers. Only the text after the last `####`
+            counts.
+        grade: How answers are compared; None means `any-of` for a list and `exact` otherwise.
+        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
+        id: The field with the question's id.
+        group: The field with the name of a row's group; all rows of a group go to the same split.
 
     >>> row = {"question": "2 + 2?", "answer": "2 + 2 is 4. #### 4"}
     >>> AnswerMap("question", "answer", grade="number").parse_row(row).accepted
@@ -46,14 +46,14 @@ class AnswerMap:
 
     @cached_property
     def top_level_fields(self) -> frozenset[str]:
-        """The fields of a row that the map reads, without what is inside them."""
+        """The fields of a row that the map reads; for a nested field, the outermost one."""
         names: list[str | None] = [self.answer, self.id, self.group]
         for template in self._question_templates().values():
-            names.extend(re.findall(PLACEHOLDER, template) or [template])
+            names.extend(template_fields(template))
         return frozenset(name.split(".")[0] for name in names if name is not None)
 
     def _question_templates(self) -> Mapping[str, str]:
-        """Return the templates of the question's parts by the names that a prompt shows."""
+        """Return the templates for the parts of the question, by the names that a prompt shows."""
         if isinstance(self.question, str):
             return {"question": self.question}
         return self.question
@@ -61,7 +61,7 @@ class AnswerMap:
     def parse_row(self, raw: Raw) -> Draft | str:
         """Turn a row into a draft; ValueError if its question is empty or its answer cannot be used.
 
-        No row is left out, so no reason is ever returned: the type is that of every row parser.
+        The return type is that of every row parser, but this one never returns a reason to leave a row out.
         """
         templates = self._question_templates()
         fields = {name: fill_template(template, raw) for name, template in templates.items()}
@@ -84,20 +84,20 @@ class AnswerMap:
         )
 
     def _read_value(self, raw: Raw) -> object:
-        """Return the value of the answer's field; a list in a cell of a table is read."""
+        """Return the value of the answer field; a JSON list, as in a cell of a table, is parsed."""
         value = get_field(raw, self.answer)
         if isinstance(value, str) and value.startswith("["):
             try:
                 return parse_json(value)
             except ValueError:
-                return value  # no list: an answer may begin with a bracket
+                return value  # not a list: an answer may begin with a bracket
         return value
 
     def _read_accepted(self, value: object, grade: Grade) -> tuple[str, ...]:
-        """Return the accepted answers without repetitions; ValueError names what is wrong with one."""
+        """Return the accepted answers without duplicates; ValueError if one of them cannot be used."""
         values = value if isinstance(value, list) else [value]
         if not values:
-            raise ValueError(f"{self.answer}: an empty list of answers")
+            raise ValueError(f"{self.answer}: the list of answers is empty")
         if len(values) > MAX_ACCEPTED:
             raise ValueError(f"{self.answer}: {len(values):,} answers, at most {MAX_ACCEPTED:,} are accepted")
         accepted = []
@@ -110,7 +110,7 @@ class AnswerMap:
         return tuple(accepted)
 
     def _read_answer(self, value: object) -> str:
-        """Return one accepted answer as text; what follows the last `####` counts."""
+        """Return one accepted answer as text: what follows the last `####`, if there is one."""
         is_nan = value != value
         is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool) and not is_nan
         if not is_text_or_number:
@@ -118,12 +118,12 @@ class AnswerMap:
             hint = ""
             if isinstance(value, dict):
                 hint = f": name a field inside it, such as {self.answer}.{next(iter(value), 'value')}"
-            raise ValueError(f"{self.answer}: expected a text, a number or a list of them, got {kind}{hint}")
+            raise ValueError(f"{self.answer}: expected a text, a number or a list of these, got {kind}{hint}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # a table may hold 2 as 2.0
         text = str(value).rpartition(SOLUTION_END)[2].strip()
         if not text or not normalize_answer(text):
-            raise ValueError(f"{self.answer}: an empty answer")
+            raise ValueError(f"{self.answer}: the answer is empty")
         if len(text) > MAX_ANSWER:
-            raise ValueError(f"{self.answer}: {len(text):,} characters, a short answer has at most {MAX_ANSWER:,}")
+            raise ValueError(f"{self.answer}: {len(text):,} characters, but a short answer has at most {MAX_ANSWER:,}")
         return text

@@ -1,4 +1,4 @@
-"""What a task is, and the table of the benchmarks: `benchmarks.toml`, with parsers for rows that no map describes."""
+"""What a task is, and the benchmarks: the table `benchmarks.toml`, with parsers for rows that no map describes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ Files = Mapping[Split, str | Path | Sequence[str | Path]]
 RowParser = Callable[[Raw], Draft | str]
 # (split, maximum number of questions, seed) -> questions
 QuestionGenerator = Callable[[Split, int | None, int], Iterator[Question]]
+OptionOrder = Literal["shuffled", "shuffled unless letters are named", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,25 @@ class Task:
 
     Attributes:
         name: Name of the task.
-        labels: The labels of the options, in the order in which a prompt lists them; none without options.
+        labels: The labels of the options, in the order in which a prompt lists them; empty for a task without options.
         licence: Licence of the data.
         source: Who published the data.
         maps: Which field of a row is which; the map that fits the first row of a file best is used.
-        parse: Reads rows that no map describes; returns the draft, or the reason to leave the row out.
+        parse: Parses rows that no map describes; returns the draft, or the reason to leave the row out.
         generate: Generates the questions of a task without files.
         hub: Id of the hub dataset.
         config: Configuration of the hub dataset.
         revision: Revision of the hub dataset; None for the head of its main branch.
-        hub_splits: Our split -> the hub's.
+        hub_splits: Split -> its name on the hub.
         patterns: Split -> file names to look for in a folder; the first pattern that matches a file counts.
         columns: Columns of a CSV file without a header.
-        order: How options are ordered. Where options are whole texts, the source puts the gold one first, so they are
-            shuffled even if they name letters.
+        order: How options are ordered. `shuffled` is for sources that always list the gold option first, so that even
+            options that refer to letters are shuffled.
         cut: How one file is cut into splits.
         sample: Number of questions in validation and in test; None keeps all.
-        seeds: Seeds whose held-out questions are not trained on; empty for the seed that is loaded alone.
+        seeds: Seeds whose held-out questions are not trained on; empty means only the seed that is loaded.
         files: The task's own files.
-        answers: Files with one answer per line, file by file as in `files`.
+        answers: Files with one answer per line, in the order of `files`.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Task:
     hub_splits: Mapping[Split, str] = field(default_factory=dict)
     patterns: Mapping[Split, tuple[str, ...]] = field(default_factory=dict)
     columns: tuple[str, ...] | None = None
-    order: Literal["shuffled", "shuffled unless letters are named", "fixed"] = "shuffled unless letters are named"
+    order: OptionOrder = "shuffled unless letters are named"
     cut: Cut | None = None
     sample: int | None = None
     seeds: tuple[int, ...] = SEEDS
@@ -74,7 +75,7 @@ class Task:
     answers: Files | None = None
 
     def choose_parser(self, raw: Raw) -> RowParser:
-        """Return what parses the rows of a file: `parse`, or the map that fits its first row best."""
+        """Return the parser for the rows of a file: `parse`, or that of the map that fits the file's first row best."""
         if self.parse is not None:
             return self.parse
 
@@ -87,11 +88,11 @@ class Task:
 
 
 def parse_reward_bench_2(raw: Raw) -> Draft | str:
-    """Parse a row of RewardBench 2: the best of four replies, one chosen and three rejected.
+    """Parse a row of RewardBench 2: which is the best of four replies, one chosen and three rejected?
 
-    The Ties subset has many right replies and often many wrong ones. Which right one and which three wrong ones are
-    used is drawn by the row's id, so that no position in the source's lists is favoured. A row without a chosen reply
-    or without three rejected ones is left out.
+    Rows of the Ties subset have many right replies and often many wrong ones. One right and three wrong ones are drawn
+    by the row's id, so that no position in the source's lists is favoured. A row without a chosen reply or with fewer
+    than three rejected ones is left out.
     """
     row_id = str(get_field(raw, "id"))
     chosen = convert_texts("chosen", get_field(raw, "chosen"))
@@ -112,8 +113,8 @@ def parse_reward_bench_2(raw: Raw) -> Draft | str:
 def parse_tldr(raw: Raw) -> Draft | str:
     """Parse a row of TL;DR: which of two summaries of a post did a person prefer?
 
-    The hub's rows have a `prompt`, the release's have `summaries`. Rows have no ids. People judged the same pair more
-    than once and disagree: such repeats are questions of their own.
+    Rows from the hub have a `prompt`, rows of the original release have `summaries`; there are no ids. Some pairs were
+    judged by several people, who may disagree; each judgement is a separate question.
     """
     if "summaries" in raw:
         return _parse_tldr_release(raw)
@@ -125,11 +126,11 @@ def parse_tldr(raw: Raw) -> Draft | str:
 
 
 def _parse_tldr_release(raw: Raw) -> Draft | str:
-    """Parse a row of the release, with its post written as the hub writes it; a news article's is left out."""
+    """Parse a row of the original release, with its post in the hub's format; rows with news articles are left out."""
     info = get_field(raw, "info")
     summaries = get_field(raw, "summaries")
     if not isinstance(info, dict) or info.get("post") is None:
-        return "no_post"  # the comparisons of news articles
+        return "no_post"  # a comparison of summaries of a news article
     if not isinstance(summaries, list) or len(summaries) != 2:
         raise ValueError("summaries: expected two")
     choice = get_field(raw, "choice")
@@ -155,7 +156,7 @@ def _generate_readings(split: Split, limit: int | None, seed: int) -> Iterator[Q
     return readings.generate_sums(split, limit, seed=seed)
 
 
-# Task -> what the table cannot hold.
+# Task -> the functions that the table cannot contain.
 _CODE: dict[str, dict[str, Any]] = {
     "reward_bench_2": {"parse": parse_reward_bench_2},
     "tldr": {"parse": parse_tldr},
@@ -165,7 +166,7 @@ _CODE: dict[str, dict[str, Any]] = {
 
 
 def _load_benchmarks() -> dict[str, Task]:
-    """Read the table, add what only code can say, and check every task's fields."""
+    """Read the table, add the functions, and validate every task."""
     file = resources.files("catto.tasks") / "benchmarks.toml"
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     rows = {}

@@ -1,6 +1,6 @@
-"""Turn a row of any file into a question, by a map that says which field is which.
+"""Turn a row of any file into a question, with a map that says which field is which.
 
-Benchmarks and users' own files share it.
+Benchmarks and users' own files use the same kind of map.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from catto.errors import DataError, data_errors_at, find_field, join_names, pars
 from catto.tasks.splits import Draft
 
 LETTERS = tuple(ascii_uppercase)
-ANSWER = "answer line"  # the field that holds a row's line of a file of answers
+ANSWER = "answer line"  # the field that is added to a row if the answers are in a separate file
 Raw = Mapping[str, Any]
-# What an answer is. If several styles fit a file, the first of them in this order is taken.
+# What an answer is. If several styles fit a file, the first of them in this order is used.
 Style = Literal["label", "index", "index1", "text", "boolean"]
 MEANING: dict[Style, str] = {
     "label": "an option's label",
@@ -34,7 +34,7 @@ _BOOLEAN = {"yes": "true", "true": "true", "1": "true", "no": "false", "false": 
 
 
 class SourceRow(NamedTuple):
-    """A row with its place: the name of its file, its number in it from 1, and its fields."""
+    """A row: the name of its file, its number in that file from 1, and its fields."""
 
     file: str
     number: int
@@ -61,7 +61,7 @@ def get_text(raw: Raw, name: str) -> str:
 
 
 def convert_texts(name: str, value: object) -> tuple[str, ...]:
-    """Return the value of the field `name`, which must be a list of texts; numbers become texts."""
+    """Return the value of the field `name`, which must be a list of texts; numbers are converted to texts."""
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list of texts, got {type(value).__name__}")
     for item in value:
@@ -79,6 +79,11 @@ def fill_template(template: str, raw: Raw) -> str:
     return re.sub(PLACEHOLDER, lambda match: get_text(raw, match[1]), template)
 
 
+def template_fields(template: str) -> list[str]:
+    """Return the names of the fields in a template; a template without placeholders is itself a field name."""
+    return re.findall(PLACEHOLDER, template) or [template]
+
+
 def find_single_mark(marks: Sequence[object]) -> int | None:
     """Return the index of the only 1 among zeros; None if the marks are anything else."""
     if marks.count(1) != 1 or marks.count(0) != len(marks) - 1:
@@ -90,7 +95,7 @@ def find_single_mark(marks: Sequence[object]) -> int | None:
 
 
 class RowOptions(NamedTuple):
-    """The options of one row: their own labels, None if the row has none, and their texts."""
+    """The options of one row: their labels (None if the row does not give any) and their texts."""
 
     labels: tuple[str, ...] | None
     texts: tuple[str, ...]
@@ -101,7 +106,7 @@ class InferredStyle(NamedTuple):
 
     Attributes:
         field_map: The map with that style.
-        ambiguity: An error to raise if two styles fit all rows and mean different options in one; None otherwise.
+        ambiguity: An error to raise if two styles fit all rows but mean different options in some row; None otherwise.
     """
 
     field_map: FieldMap
@@ -118,22 +123,22 @@ class StyleConflict(NamedTuple):
 
 @dataclass(frozen=True)
 class FieldMap:
-    r"""Which field of a row is which; a field inside another is `outer.inner`.
+    r"""Which field of a row is which; a nested field is written `outer.inner`.
 
     Attributes:
         question: One field; a template such as "{passage}\n{question}"; or several fields by the names that a prompt
             shows.
         options: A field with a list of texts, a list of objects with `label` and `text`, an object of two such lists or
             of label -> text; several columns; or "yes|no", the same for every row.
-        answer: The field of the answer. A list of 0 and a single 1, or one of the columns of `options`, marks the
-            answer itself.
-        labels: The field of the options' labels, or the labels themselves in the order of the options; letters
-            otherwise.
-        id: The field of the question's id.
-        group: The field of the group whose rows stay in one split.
-        style: What the answer is; None infers what fits all rows (`infer_style`).
-        count: Number of options of every row; None allows 2 to 26.
-        skip: Answers that mean that there is none: such rows are left out.
+        answer: The field with the answer. It may contain a 1 for the right option and a 0 for every other, or be the
+            column in `options` that always contains the right option.
+        labels: The field with the labels of the options, or the labels themselves in the order of the options; None
+            means letters.
+        id: The field with the question's id.
+        group: The field with the name of a row's group; all rows of a group go to the same split.
+        style: What the answer is; None infers the style that fits all rows (`infer_style`).
+        count: Number of options in every row; None allows 2 to 26.
+        skip: Answers that mean that a row has no answer; such rows are left out.
 
     >>> colours = FieldMap("stem", "choices", "key", style="index")
     >>> draft = colours.parse_row({"stem": "Which?", "choices": ["red", "blue"], "key": 1})
@@ -160,10 +165,10 @@ class FieldMap:
 
     @cached_property
     def top_level_fields(self) -> frozenset[str]:
-        """The fields of a row that the map reads, without what is inside them."""
+        """The fields of a row that the map reads; for a nested field, the outermost one."""
         names: list[str | None] = [self.answer, self.id, self.group]
         for template in self._question_templates().values():
-            names.extend(re.findall(PLACEHOLDER, template) or [template])
+            names.extend(template_fields(template))
         if isinstance(self.options, tuple):
             names.extend(self.options)
         elif not self.shared_options:
@@ -173,7 +178,7 @@ class FieldMap:
         return frozenset(name.split(".")[0] for name in names if name is not None)
 
     def _question_templates(self) -> Mapping[str, str]:
-        """Return the templates of the question's parts by the names that a prompt shows."""
+        """Return the templates for the parts of the question, by the names that a prompt shows."""
         if isinstance(self.question, str):
             return {"question": self.question}
         return self.question
@@ -204,11 +209,12 @@ class FieldMap:
     def infer_style(self, rows: Iterable[SourceRow]) -> InferredStyle:
         """Find the answer style that fits all rows: the first in the order of `Style` if several do.
 
-        Without rows that is `label`. Rows whose answer is one of `skip` fit every style.
+        Without rows, this is `label`. A row whose answer is one of `skip` fits every style. If the map or a row gives
+        labels and all answers are labels, the style is `label`, even if others would fit.
 
         Returns:
-            The map with that style. If several styles fit and mean different options in some row, also an error that
-            says so, for the caller to raise. There is none if the map or the rows give labels and the answers fit them.
+            The map with that style. If several styles fit but mean different options in some row, also an error that
+            says so, for the caller to raise.
 
         Raises:
             DataError: No style fits all rows, or a row has no valid options or no answer.
@@ -230,15 +236,21 @@ class FieldMap:
                     conflicts.setdefault((first, second), StyleConflict(row, first, second))
         if has_own_labels and "label" in fitting_styles:
             return InferredStyle(replace(self, style="label"), ambiguity=None)
-        chosen_style = fitting_styles[0]
-        ambiguity = None
-        for conflict in conflicts.values():
-            # Where two styles mean different options, the chosen style differs from at least one of them.
+        ambiguity = self._find_ambiguity(conflicts.values(), fitting_styles)
+        return InferredStyle(replace(self, style=fitting_styles[0]), ambiguity)
+
+    def _find_ambiguity(
+        self, conflicts: Iterable[StyleConflict], fitting_styles: tuple[Style, ...]
+    ) -> DataError | None:
+        """Return an error for the first conflict between two styles that fit all rows; None if there is none.
+
+        The inferred style need not be one of the two: if they mean different options, it differs from at least one.
+        """
+        for conflict in conflicts:
             both_fit_all_rows = conflict.first in fitting_styles and conflict.second in fitting_styles
             if both_fit_all_rows:
-                ambiguity = self._explain_conflict(conflict)
-                break
-        return InferredStyle(replace(self, style=chosen_style), ambiguity)
+                return self._explain_conflict(conflict)
+        return None
 
     def _explain_conflict(self, conflict: StyleConflict) -> DataError:
         row = conflict.row
@@ -260,7 +272,7 @@ class FieldMap:
         return "+".join(self.options)
 
     def _read_options(self, raw: Raw) -> RowOptions:
-        """Return the options of a row; ValueError if they are not as many, as distinct or of the types expected."""
+        """Return the options of a row; ValueError if their number, their types or their labels are not as expected."""
         labels: object = None
         if self.shared_options:
             texts = self.shared_options
@@ -278,33 +290,33 @@ class FieldMap:
         """Return the texts in several columns; a row with fewer options than columns leaves the last ones empty."""
         filled = list(columns)
         if self.count is None:
-            while filled and filled[-1] in raw and raw[filled[-1]] in (None, ""):
+            while filled and _is_empty_cell(raw, filled[-1]):
                 filled.pop()
         texts = [get_field(raw, name) for name in filled]
         return convert_texts(self._options_name, texts)
 
     def _read_option_field(self, raw: Raw, name: str) -> tuple[object, object]:
-        """Return the texts and the labels in one field, unchecked; labels None if it has none."""
+        """Return the texts and the labels in one field, unchecked; the labels are None if it has none."""
         value = get_field(raw, name)
-        if isinstance(value, str) and value.startswith(("[", "{")):  # a list in a cell of a table
+        if isinstance(value, str) and value.startswith(("[", "{")):  # JSON in a cell of a table
             try:
                 value = parse_json(value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         are_objects = isinstance(value, list) and all(isinstance(item, dict) for item in value)
-        if are_objects and value:
+        if are_objects and value:  # [{"label": "A", "text": "red"}, {"label": "B", "text": "blue"}]
             texts = [item.get("text") for item in value]
             labels = [item.get("label") for item in value]
             return texts, labels
-        if not isinstance(value, dict):
+        if not isinstance(value, dict):  # ["red", "blue"]
             return value, None
         has_two_lists = isinstance(value.get("text"), list)
-        if has_two_lists:
+        if has_two_lists:  # {"label": ["A", "B"], "text": ["red", "blue"]}
             return value["text"], value.get("label")
-        maps_text_to_mark = self.answer == self.options  # {"red": 0, "blue": 1}
-        if maps_text_to_mark:
+        maps_text_to_mark = self.answer == self.options
+        if maps_text_to_mark:  # {"red": 0, "blue": 1}
             return list(value), None
-        return list(value.values()), list(value)  # label -> text
+        return list(value.values()), list(value)  # {"A": "red", "B": "blue"}
 
     def _check_texts(self, texts: tuple[str, ...]) -> None:
         shown = self._options_name
@@ -315,12 +327,12 @@ class FieldMap:
         if not is_expected_count:
             expected = self.count or f"2 to {len(LETTERS)}"
             raise ValueError(f"{shown}: expected {expected} options, got {len(texts)}")
-        # A stated count belongs to a benchmark, whose empty options are kept as they were published.
+        # Only benchmarks state a count. Their empty options are kept as they were published.
         if self.count is None and not all(text.strip() for text in texts):
             raise ValueError(f"{shown}: an option is empty")
 
     def _check_labels(self, labels: object, count: int) -> tuple[str, ...] | None:
-        """Return the labels of a row as texts; None if it has none, neither as a whole nor in any option's object."""
+        """Return the labels of a row as texts; None if neither the row nor any of its options has one."""
         if labels is None or labels == [None] * count:
             return None
         shown = self._options_name
@@ -333,16 +345,16 @@ class FieldMap:
     # ---- the answer -------------------------------------------------------------------------------------------------
 
     def _match_answer(self, raw: Raw, options: RowOptions, styles: Sequence[Style]) -> dict[Style, int] | None:
-        """Match the answer of a row with its options.
+        """Find the option that a row's answer means, in every style that fits.
 
         Args:
             raw: The row.
             options: Its options.
-            styles: The styles to try. A column of options or marks that give the answer fit all of them.
+            styles: The styles to try. All of them fit if the answer is marked or is one of the columns in `options`.
 
         Returns:
-            Each style that fits, in the order of `styles` -> the index of the option that the answer means in it. None
-            if the answer is one of `skip`.
+            Each style that fits, in the order of `styles` -> the index of the option that the answer means in this
+            style. None if the answer is one of `skip`.
 
         Raises:
             ValueError: No style fits, or the only style fits two options.
@@ -362,14 +374,11 @@ class FieldMap:
             return None
         gold_by_style: dict[Style, int] = {}
         for style in styles:
-            names = self._option_names(style, options)
-            name = _name_in_style(answer, style)
-            if style == "label" and options.labels is None and name not in names:
-                name = answer.upper()  # "b" for the letter B
-            if name in names:
-                gold_by_style[style] = names.index(name)
-            # Of several styles another may still tell the two options apart.
-            if len(styles) == 1 and names.count(name) > 1:
+            matches = self._find_options(answer, style, options)
+            if matches:
+                gold_by_style[style] = matches[0]
+            # If there are several styles, a different one may still distinguish the two options.
+            if len(styles) == 1 and len(matches) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not gold_by_style:
             expected = join_names(self._option_names(styles[0], options))
@@ -378,16 +387,26 @@ class FieldMap:
             raise ValueError(f"{self.answer} {value!r} is not one of {expected}{more}")
         return gold_by_style
 
+    def _find_options(self, answer: str, style: Style, options: RowOptions) -> list[int]:
+        """Return the indices of the options that the answer names in this style."""
+        names = self._option_names(style, options)
+        wanted = answer
+        if style == "boolean":
+            wanted = _BOOLEAN.get(answer.lower(), answer)
+        elif style == "label" and options.labels is None and answer not in names:
+            wanted = answer.upper()  # "b" for the letter B
+        return [index for index, name in enumerate(names) if name == wanted]
+
     def _read_marks(self, value: dict[str, Any] | list[Any], count: int) -> int:
-        """Return the index of the option that is marked with a 1, the others with a 0."""
+        """Return the index of the only option that is marked with a 1; the others must be marked with a 0."""
         marks = list(value.values()) if isinstance(value, dict) else value
         index = find_single_mark(marks)
         if len(marks) != count or index is None:
-            raise ValueError(f"{self.answer}: expected a 1 for the right one of {count} options, else 0")
+            raise ValueError(f"{self.answer}: expected {count} marks, a 1 for the right option and a 0 for every other")
         return index
 
     def _option_names(self, style: Style, options: RowOptions) -> tuple[str, ...]:
-        """Return how an answer of the style names each option."""
+        """Return the name of each option in answers of this style."""
         count = len(options.texts)
         match style:
             case "label":
@@ -406,7 +425,6 @@ class FieldMap:
                 return tuple(str(index) for index in range(1, count + 1))
 
 
-def _name_in_style(answer: str, style: Style) -> str:
-    if style == "boolean":
-        return _BOOLEAN.get(answer.lower(), answer)
-    return answer
+def _is_empty_cell(raw: Raw, name: str) -> bool:
+    """Return whether the row has this column and nothing in it; a missing column is reported where it is read."""
+    return name in raw and raw[name] in (None, "")

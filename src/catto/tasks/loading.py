@@ -1,4 +1,4 @@
-"""Load one split of a task: find the rows, keep the splits apart, order the options, count what was left out."""
+"""Load one split of a task: find the rows, keep the splits disjoint, order the options, count what was left out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from catto.tasks.benchmarks import TASKS, Files, QuestionGenerator, RowParser, T
 from catto.tasks.fields import ANSWER, FieldMap, SourceRow
 from catto.tasks.splits import Cut, Draft, SplitEntry
 
-# Names of files in a folder, where no pattern of the task's own matches.
-_NAMES: dict[Split, tuple[str, ...]] = {
+# File names to look for in a folder if none of the task's own patterns matches.
+_USUAL_FILE_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("*train*",),
     "validation": ("*validation*", "*dev*", "*val*"),
     "test": ("*test*",),
 }
 _HELD_OUT: tuple[Split, ...] = ("validation", "test")
-# Share of the training file that becomes validation, and test, where a release has no file for it.
+# Share of the training file that is held out for validation if there is no validation file; the same for test.
 _HELD_OUT_SHARE = 0.1
 _HUB_PROBLEM = "{} (files: or data_dir: read local copies)"
 
@@ -38,9 +38,9 @@ class RowFile(NamedTuple):
     """One file of rows, or one split of a hub dataset.
 
     Attributes:
-        name: How reports and errors name it.
+        name: Its name in reports and errors.
         path: The file; None if the rows come from the hub.
-        answers: A file with one answer per line, one for each row; None if the rows hold their answers.
+        answers: A file with one line per row, the row's answer; None if the rows contain their answers.
     """
 
     name: str
@@ -54,7 +54,7 @@ class RowSource:
 
     Attributes:
         task: The task.
-        parts: The files of each split that has rows of its own.
+        parts: The files, or hub splits, of each split that has rows of its own.
     """
 
     task: Task
@@ -107,8 +107,9 @@ def find_rows(task: Task, files: Files | None, data_dir: str | Path | None) -> R
         Where the rows of each split are. Nothing has been read yet.
 
     Raises:
-        DataError: A path or glob matches no file, or the folder has no file of the task.
-        ValueError: Files name an unknown split or do not match those of the answers, or there is no source at all.
+        DataError: A path or glob matches no file, or the folder has no file for the task.
+        ValueError: `files` names an unknown split, a split has more or fewer answer files than question files, or there
+            is no source at all.
     """
     if files is None:
         files = task.files
@@ -155,19 +156,19 @@ def _match_files(pattern: Path) -> list[Path]:
 def _pair_with_answers(
     paths: Mapping[Split, Sequence[Path]], answers: Mapping[Split, Sequence[Path]]
 ) -> dict[Split, list[RowFile]]:
-    """Pair every file of questions with its file of answers, in order; without one, `RowFile.answers` is None.
+    """Pair every question file with its answer file, in order; without one, `RowFile.answers` is None.
 
     Raises:
-        ValueError: A split has files of answers, but not as many as of questions.
+        ValueError: A split has answer files, but more or fewer than question files.
     """
     for split, answer_paths in answers.items():
         count = len(paths.get(split, ()))
         if len(answer_paths) == count:
             continue
-        questions = f"{count} of questions"
+        questions = f"{count} question files"
         if count == 0:
-            questions = f"none of questions (only for {', '.join(paths)})"
-        raise ValueError(f"answers: {split} has {len(answer_paths)} files of answers and {questions}")
+            questions = f"no question files (only for {', '.join(paths)})"
+        raise ValueError(f"answers: {split} has {len(answer_paths)} answer files and {questions}")
     parts: dict[Split, list[RowFile]] = {}
     for split, question_paths in paths.items():
         answer_of_path: Sequence[Path | None] = answers.get(split) or [None] * len(question_paths)
@@ -180,35 +181,37 @@ def _pair_with_answers(
 def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
     """Find the files of each split by the task's patterns, else by the usual names.
 
-    All files that the first matching pattern finds are taken. DataError if no split has a file.
+    The first pattern that matches any file decides, and all files that it matches are used. DataError if no split has a
+    file.
     """
     if not folder.is_dir():
         raise DataError(folder, None, "no such folder")
-    # What a task cuts itself is not searched: CommonsenseQA's own test file has no answers.
-    cut_away: set[Split] = set()
+    # Files are not searched for splits that the task cuts from another split's file: CommonsenseQA's own test file has
+    # no answers.
+    cut_from_other_split: set[Split] = set()
     if task.cut is not None:
-        cut_away = set(task.cut.parts) - {task.cut.source}
+        cut_from_other_split = set(task.cut.parts) - {task.cut.source}
     parts: dict[Split, list[RowFile]] = {}
     for split in SPLITS:
-        if split in cut_away:
+        if split in cut_from_other_split:
             continue
-        for pattern in (*task.patterns.get(split, ()), *_NAMES[split]):
+        for pattern in (*task.patterns.get(split, ()), *_USUAL_FILE_NAMES[split]):
             matches = [path for path in sorted(folder.glob(pattern)) if path.is_file() and find_suffix(path)]
             if matches:
                 parts[split] = [RowFile(str(path), path) for path in matches]
                 break
     if not parts:
         looked = "looked for names such as *train*, *dev*, *test*"
-        raise DataError(folder, None, f"no file of {task.name} here ({looked})")
+        raise DataError(folder, None, f"no file for {task.name} here ({looked})")
     return parts
 
 
 def _add_answers(rows: Rows, name: str, answers: Path) -> Rows:
-    """Add to each row its line of the file of answers; DataError at the end unless there is one line for each row."""
+    """Add to each row its line of the answer file; DataError at the end unless there is one line per row."""
     lines = [line for _, line in read_lines(answers)]
     count = 0
     for number, raw in rows:
-        count += 1  # of all rows, for the error below
+        count += 1  # also counts rows beyond the last line, for the error below
         if count <= len(lines):
             yield number, {**raw, ANSWER: lines[count - 1]}
     if count != len(lines):
@@ -220,9 +223,9 @@ def _add_answers(rows: Rows, name: str, answers: Path) -> Rows:
 
 @dataclass
 class LoadReport:
-    """What became of the rows; complete once all questions have been read.
+    """How many rows were read, kept and left out; complete once all questions have been read.
 
-    `read` equals `kept` plus all of `dropped`.
+    `read` is the sum of `kept` and all of `dropped`.
 
     Attributes:
         task: Name of the task.
@@ -230,13 +233,13 @@ class LoadReport:
         seed: Seed of the split.
         licence: Licence of the data.
         source: Where the data is from.
-        files: Names of the files that hold the rows.
+        files: Names of the files that contain the rows.
         notes: Remarks for the user, such as how a file was cut.
         read: Number of rows read.
         kept: Number of questions.
         dropped: Number of rows left out, by reason.
         gold: Number of questions by gold label.
-        unshuffled: Number of questions whose options name letters and so keep their order.
+        unshuffled: Number of questions whose options keep their order because they refer to letters.
     """
 
     task: str
@@ -254,7 +257,7 @@ class LoadReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """All counts in one flat table, as a manifest holds them."""
+        """All counts in one flat dictionary, as a manifest stores them."""
         counts = {"read": self.read, "kept": self.kept, "unshuffled": self.unshuffled}
         for reason, count in sorted(self.dropped.items()):
             counts[f"dropped_{reason}"] = count
@@ -265,9 +268,9 @@ class LoadReport:
 
 @dataclass
 class Loaded:
-    """An iterator over questions, with the report that fills as they are read.
+    """An iterator over questions, with a report that is updated as they are read.
 
-    `len` gives the number of all questions, those already taken included. It reads the rest into memory.
+    `len` counts all questions, including those already taken. It reads the rest into memory.
     """
 
     questions: Iterator[Question]
@@ -308,11 +311,11 @@ def load_questions(
 ) -> Loaded:
     """Load the questions of one split: from `files`, else from those found in `data_dir`, else from the hub.
 
-    Training rows stream in the order of the file; with `limit`, and in validation and test, questions come in the
-    seed's random order. Which questions come never depends on the order of the rows.
+    Training questions are streamed in the order of the file. With `limit`, and for validation and test, questions are
+    in the seed's random order. Which questions are chosen never depends on the order of the rows.
 
     Args:
-        task: A name of TASKS, a task, or a YAML file that describes a file of one's own.
+        task: A name in TASKS, a task, or the path of a YAML file that describes the user's own questions.
         split: `train`, `validation` or `test`.
         seed: Seed of the splits.
         data_dir: A folder with local copies of the task's files.
@@ -320,7 +323,7 @@ def load_questions(
         limit: Maximum number of questions; None for all training questions, or the task's own sample size.
 
     Returns:
-        An iterator over the questions, with a report that fills as they are read.
+        An iterator over the questions, with a report that is updated as they are read.
 
     Raises:
         ValueError: The task, split, seed or limit is not valid.
@@ -341,7 +344,7 @@ def load_questions(
     report = LoadReport(task.name, split, seed, task.licence, task.source)
     if task.generate is not None:
         if files is not None or data_dir is not None:
-            raise ValueError(f"{task.name} is generated: it takes neither files nor data_dir")
+            raise ValueError(f"{task.name} is generated: it accepts neither files nor data_dir")
         return Loaded(_generate_questions(task.generate, limit, report), report)
     source = find_rows(task, files, data_dir)
     task = _with_answer_style(task, source)
@@ -369,10 +372,10 @@ def _generate_questions(generate: QuestionGenerator, limit: int | None, report: 
 
 
 def _with_answer_style(task: Task, source: RowSource) -> Task:
-    """Infer what the answers of a user's own file are, if the user has not said so; that reads all its rows.
+    """Infer the answer style of a user's own file if the user has not stated it; this reads all rows.
 
     Raises:
-        DataError: No style fits all rows, or several do and differ.
+        DataError: No style fits all rows, or several fit but mean different options.
     """
     first_map = next(iter(task.maps), None)
     if not isinstance(first_map, FieldMap) or first_map.style is not None:
@@ -392,7 +395,7 @@ def _all_rows(source: RowSource) -> Iterator[SourceRow]:
 
 
 class ParsedRow(NamedTuple):
-    """A row that became a question's draft, with what decides its split."""
+    """The draft of a row's question, with the entry that decides its split."""
 
     entry: SplitEntry
     draft: Draft
@@ -400,11 +403,17 @@ class ParsedRow(NamedTuple):
 
 @dataclass
 class QuestionLoader:
-    """One load: what to read, how it is cut, and the report to fill.
+    """Loads one split of one task, and counts the rows in a report.
 
     Attributes:
+        task: The task.
+        split: The split to load.
+        seed: Seed of the splits.
+        limit: Maximum number of questions; None for the default of the task and split.
+        source: Where the rows of all splits are.
+        report: The report to fill in.
         cut: How one file is cut into splits; None if every split has its own file.
-        parsers: What reads the rows of each file.
+        parsers: Name of a file -> the parser for its rows.
     """
 
     task: Task
@@ -425,19 +434,20 @@ class QuestionLoader:
         self.report.files = [row_file.name for row_file in self.source.parts[origin]]
 
     def _choose_cut(self) -> None:
-        """Cut a file where a split has none of its own, and note it in the report.
+        """Set `cut` if a split has no file, and note it in the report.
 
-        The task says which file is cut and how. If it does not, or that file is missing, the held-out splits without a
-        file are cut from the training file. Sets `cut`, which stays None if nothing needs to be cut.
+        The task says which file is cut and how. If it does not, or if that file is missing, the held-out splits without
+        a file are cut from the training file.
         """
         available = self.source.available
         missing = [split for split in _HELD_OUT if split not in available]
         cut = self.task.cut
         if cut is not None and cut.source in available:
-            parts_without_file = set(cut.parts) - {cut.source} - set(available)
-            if parts_without_file:
+            splits_without_file = set(cut.parts) - {cut.source} - set(available)
+            if splits_without_file:
                 self.cut = cut
-                if self.task.files is not None and self.split in cut.shares:
+                is_users_file = self.task.files is not None
+                if is_users_file and self.split in cut.shares:
                     whole = f"{self.split}=FILE takes a whole file"
                     self.report.notes.append(f"{self.split} is cut from the one file by seed {self.seed}; {whole}")
                 return
@@ -447,7 +457,7 @@ class QuestionLoader:
             self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
 
     def load_training(self) -> Iterator[Question]:
-        """Yield the training questions; with a limit the first ones in the seed's random order."""
+        """Yield the training questions; with a limit, only the first ones in the seed's random order."""
         if self.limit is None:
             yield from self._stream_training()
             return
@@ -456,7 +466,7 @@ class QuestionLoader:
             return splits.digest(self.task.name, "train", self.seed, question.id)
 
         drawn = heapq.nsmallest(self.limit, self._stream_training(), key=random_key)
-        # All rows have been read by now, so the report counts them all.
+        # Drawing has read all rows, so the report is complete up to here.
         usable = self.report.read - self.report.dropped.total()
         self.report.dropped["not_drawn"] += usable - len(drawn)
         yield from drawn
@@ -464,12 +474,12 @@ class QuestionLoader:
     def _stream_training(self) -> Iterator[Question]:
         """Yield the training questions in the order of the file, without those that any seed holds out.
 
-        The files with validation and test rows are read before the first question.
+        The files with validation and test rows are read before the first question is yielded.
         """
         pools: dict[Split, list[SplitEntry]] = {}
         for split in _HELD_OUT:
             origin = self._origin_of(split)
-            if origin not in pools:  # one file may hold both
+            if origin not in pools:  # both splits may be cut from the same file
                 pools[origin] = self._read_entries(origin)
         held_out = splits.collect_held_out(
             pools,
@@ -488,8 +498,8 @@ class QuestionLoader:
     def load_held_out(self) -> Iterator[Question]:
         """Yield the questions of validation or test in the seed's random order.
 
-        The first pass over the file chooses rows by index; a second pass parses only those. So the texts of the whole
-        file are never in memory.
+        The first pass over the file chooses rows by their index, and the second pass parses only these. So the texts of
+        the whole file are never in memory at once.
         """
         origin = self._origin_of(self.split)
         entries = self._read_entries(origin, self.report)
@@ -509,11 +519,11 @@ class QuestionLoader:
             count=self.limit or self.task.sample,
         )
         dropped["not_drawn"] += len(members) - len(chosen)
-        self.report.dropped = +dropped  # without the reasons that were never met
+        self.report.dropped = +dropped  # drops the reasons with a count of zero
         yield from self._read_chosen(origin, chosen)
 
     def _test_contents(self, validation_origin: Split, validation_entries: list[SplitEntry]) -> set[bytes]:
-        """Hash the contents of all test rows; they may be in the same file as the validation rows."""
+        """Return the content hashes of all test rows, which may be in the same file as the validation rows."""
         origin = self._origin_of("test")
         if origin not in self.source.available:
             return set()
@@ -521,7 +531,7 @@ class QuestionLoader:
         return {entry.content for entry in self._entries_of_split(entries, "test")}
 
     def _read_chosen(self, origin: Split, chosen: Sequence[SplitEntry]) -> Iterator[Question]:
-        """Parse the chosen rows of a file; yield their questions in the order of `chosen`."""
+        """Parse the chosen rows of a file and yield their questions in the order of `chosen`."""
         id_of_row = {entry.row_index: entry.id for entry in chosen}
         questions: dict[str, Question] = {}
         for row_index, row in enumerate(self.source.rows(origin)):
@@ -535,13 +545,13 @@ class QuestionLoader:
             yield questions[entry.id]
 
     def _origin_of(self, split: Split) -> Split:
-        """Return the split whose file holds the rows of `split`."""
+        """Return the split whose file contains the rows of `split`."""
         if self.cut is not None and split in self.cut.parts:
             return self.cut.source
         return split
 
     def _entries_of_split(self, entries: list[SplitEntry], split: Split) -> list[SplitEntry]:
-        """Return the entries of a file that are cut to the split."""
+        """Return the entries of a file that belong to the split."""
         if self.cut is None or split not in self.cut.parts:
             return entries
         split_of_group = splits.assign_groups(entries, self.cut, self.task.name, self.seed)
@@ -555,15 +565,15 @@ class QuestionLoader:
         return [parsed.entry for parsed in self._parse_rows(origin, report)]
 
     def _parse_rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[ParsedRow]:
-        """Parse the rows of a split's files and give each an id; count them in the report if there is one.
+        """Parse the rows of a split's files and give each row an id; count them in the report if there is one.
 
-        The id is the source's own, which must be unique. Otherwise it is a hash of the content, and the number of
-        earlier rows with the same content. Rows to leave out are not yielded.
+        The id is the source's own, which must be unique. If there is none, the id is a hash of the content, followed by
+        the number of earlier rows with the same content. Rows that the parser leaves out are not yielded.
 
         Raises:
-            DataError: A row cannot be parsed, or its id is that of an earlier row.
+            DataError: A row cannot be parsed, or an earlier row has the same id.
         """
-        earlier_rows: Counter[str] = Counter()  # by the source's id, or by the hash of the content
+        earlier_rows: Counter[str] = Counter()  # number of rows by the source's id or the hash of the content
         for row_index, row in enumerate(self.source.rows(origin)):
             draft = self._parse_row(row)
             if report is not None:
@@ -587,7 +597,7 @@ class QuestionLoader:
             yield ParsedRow(SplitEntry(row_index, question_id, group, content), draft)
 
     def _parse_row(self, row: SourceRow) -> Draft | str:
-        """Return the row's draft, or the reason to leave it out; the first row of a file chooses its parser."""
+        """Return the row's draft, or the reason to leave it out; the first row of a file decides on its parser."""
         if row.file not in self.parsers:
             self.parsers[row.file] = self.task.choose_parser(row.fields)
         with data_errors_at(row.file, row.number):
@@ -609,7 +619,8 @@ class QuestionLoader:
             )
         order = self._option_order(question_id, draft)
         labels = self.task.labels
-        if draft.options == labels:  # words that are their own labels keep them wherever they are listed
+        are_their_own_labels = draft.options == labels
+        if are_their_own_labels:  # words such as yes and no keep their labels when they are reordered
             labels = tuple(labels[index] for index in order)
         options = []
         for position, index in enumerate(order):
@@ -626,7 +637,7 @@ class QuestionLoader:
     def _option_order(self, question_id: str, draft: Draft) -> list[int]:
         """Return the indices of the draft's options in their final order.
 
-        Options that name letters keep their order, and the question is counted as `unshuffled` in the report.
+        Options that refer to letters keep their order, and the question is counted as `unshuffled` in the report.
         """
         count = len(draft.options)
         if self.task.order == "fixed":

@@ -1,7 +1,7 @@
 """Everything random about a task: which rows are in which split, and the order of a question's options.
 
-All of it is decided by SHA-256 hashes of the content, so it is the same on every machine and in any row order. Files
-are cut by seed, questions are drawn without replacement, and the splits are kept apart by content.
+SHA-256 hashes of the content decide all of it, so it is the same on every machine and for any order of the rows. Files
+are cut by seed, questions are drawn without replacement, and no question is in two splits.
 """
 
 from __future__ import annotations
@@ -22,36 +22,47 @@ _NAMES_LETTERS = re.compile(
     rf"\b[A-H]{_AND}[A-H]\b"  # A and B; (A) or (C); A, B, and D
     rf"|\([a-h]{_AND}[a-h]\)"  # (a) and (b)
     r"|\b(?i:both|either|neither)\s+[a-h]\s+(?:and|or|nor)\s+[a-h]\b"  # both b and c
-    r"|^\s*[a-h]\s*(?:&|and|or)\s*[a-h]\b(?:\s+only)?\W*$"
-    r"|\b(?i:both|either|neither|only|options?|choices?|answers?)\s+\(?[A-H]\b"
-    r"|(?:^|\s)\(?[A-H]\)?\s+(?i:only|alone)\b"
+    r"|^\s*[a-h]\s*(?:&|and|or)\s*[a-h]\b(?:\s+only)?\W*$"  # the whole text is: a & b only
+    r"|\b(?i:both|either|neither|only|options?|choices?|answers?)\s+\(?[A-H]\b"  # option (C)
+    r"|(?:^|\s)\(?[A-H]\)?\s+(?i:only|alone)\b"  # A only
 )
 _LONE_LETTER = re.compile(r"\b[A-Ha-h]\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A question before its options are ordered. `gold` is an index, so equal option texts stay apart."""
+    """A question before its options are ordered.
+
+    Attributes:
+        fields: The parts of the question by the names that a prompt shows.
+        options: The texts of the options; empty for a question that is answered by a short text or a number.
+        gold: Index of the right option. It is not a text, since two options may have the same text.
+        id: The source's own id; None if the source has none.
+        group: Name of the row's group. If a file is cut into splits, a group is never divided.
+        accepted: The accepted answers of a question without options.
+        grade: How an answer is compared with the accepted ones.
+        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
+    """
 
     fields: dict[str, str]
     options: tuple[str, ...]
     gold: int
-    id: str | None = None  # the source's own id; None where the release has none
-    group: str | None = None  # rows of one group never fall into two parts cut from one file
-    accepted: tuple[str, ...] = ()  # the accepted answers of a question without options
+    id: str | None = None
+    group: str | None = None
+    accepted: tuple[str, ...] = ()
     grade: Grade | None = None
     tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How to cut the rows of one file into parts by seed.
+    """How the rows of one file are cut into several splits by seed.
 
     Attributes:
         source: The split whose file is cut.
         shares: The share of the rows that each split gets.
         rest: The split that gets all other rows.
-        most: Maximum number of rows of each share; None for no limit.
+        most: Maximum number of rows per share; None for no limit.
     """
 
     source: Split
@@ -61,17 +72,17 @@ class Cut:
 
     @property
     def parts(self) -> tuple[Split, ...]:
-        """The splits that are cut from the file."""
+        """The splits that the file is cut into."""
         return (*self.shares, self.rest)
 
 
 class SplitEntry(NamedTuple):
-    """What cutting and leak removal need to know of a row.
+    """What cutting and leak removal need to know about a row.
 
     Attributes:
         row_index: Index of the row among all rows of its split's files.
         id: The question's id.
-        group: Hash of the group that must not be cut apart.
+        group: Hash of the group that the row belongs to; a group is never divided.
         content: Hash of the normalised content.
     """
 
@@ -82,7 +93,7 @@ class SplitEntry(NamedTuple):
 
 
 def digest(*parts: object) -> bytes:
-    """Return the SHA-256 of the parts in order; two different lists of parts never hash the same text."""
+    """Return the SHA-256 hash of the parts in order; two different lists of parts never hash the same text."""
     preimage = ""
     for part in parts:
         text = str(part)
@@ -90,8 +101,8 @@ def digest(*parts: object) -> bytes:
     return hashlib.sha256(preimage.encode()).digest()
 
 
-# All possible texts of a generated question fall into ten equal shares, and each split has its own: no text is in two
-# splits, whatever the seeds.
+# All possible texts of a generated question are divided into ten equal shares, and each share belongs to one split.
+# So no text is in two splits, whatever the seeds.
 GENERATED_SHARES: dict[Split, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 
 
@@ -101,15 +112,16 @@ def owns_generated(text: str, split: Split) -> bool:
     >>> [split for split in GENERATED_SHARES if owns_generated("75% says A", split)]
     ['train']
     """
-    share = digest("share", text)[0] * 10 // 256
+    first_byte = digest("share", text)[0]
+    share = first_byte * 10 // 256
     return share in GENERATED_SHARES[split]
 
 
 def draw_permutation(key: str, count: int) -> list[int]:
     """Return a uniformly random order of `count` indices that depends on the key alone.
 
-    It is a Fisher-Yates shuffle whose random numbers are the digits of a hash, written in a mixed radix: each
-    `divmod` takes one digit.
+    This is a Fisher-Yates shuffle. Its random numbers are the digits of a hash in a mixed radix, and each `divmod`
+    extracts one digit.
 
     >>> draw_permutation("question 1", 4)
     [1, 0, 3, 2]
@@ -125,7 +137,8 @@ def draw_permutation(key: str, count: int) -> list[int]:
 def names_letters(options: tuple[str, ...]) -> bool:
     """Return whether the options depend on their letters, so that they cannot be reordered.
 
-    That is the case if one refers to others by letter ("Both A and C"), or if each begins with its own ("A. red").
+    That is the case if an option refers to others by letter ("Both A and C"), or if each option begins with its own
+    letter ("A. red").
     """
     if _all_begin_with_letter(options):
         return True
@@ -133,7 +146,7 @@ def names_letters(options: tuple[str, ...]) -> bool:
 
 
 def _all_begin_with_letter(options: tuple[str, ...]) -> bool:
-    """Whether the first option begins with "A." or the like, the second with "B.", and so on up to H."""
+    """Return whether the first option begins with "A.", "A)" or "A:", the second with "B.", and so on up to H."""
     lettered = zip("ABCDEFGH", options, strict=False)
     return all(re.match(rf"\s*\(?{letter}[.):]", option) for letter, option in lettered)
 
@@ -146,9 +159,9 @@ def _refers_to_letter(option: str) -> bool:
 
 @cache
 def _runs_of_category(categories: str) -> re.Pattern[str]:
-    """Match runs of characters whose Unicode category matches `categories`, a regular expression.
+    """Return a pattern for runs of characters whose Unicode category matches `categories`, a regular expression.
 
-    Only the first plane is searched: the others hold next to no such characters.
+    Only the Basic Multilingual Plane is searched, since the other planes contain almost no such characters.
     """
     members = ""
     for code in range(0x10000):
@@ -162,9 +175,10 @@ def _runs_of_category(categories: str) -> re.Pattern[str]:
 
 
 def normalise_text(text: str) -> str:
-    """Fold case, width, composition, white space and punctuation; a text of nothing else is kept without spaces.
+    """Fold case, width, composition, white space and punctuation.
 
-    Symbols stay, since `~P` and `P`, or 2 > 1 and 2 < 1, differ.
+    Symbols stay, since `~P` and `P`, or 2 > 1 and 2 < 1, differ. A text of punctuation alone stays too, without its
+    white space.
 
     >>> normalise_text("The  Cat\\nsat.")
     'the cat sat'
@@ -173,9 +187,11 @@ def normalise_text(text: str) -> str:
         folded = text.casefold()
     else:
         composed = unicodedata.normalize("NFKC", text)
-        folded = unicodedata.normalize("NFKC", composed.casefold())
-        folded = _runs_of_category("Cf").sub("", folded)
-    words = _runs_of_category("[PZC]").sub(" ", folded).strip()
+        folded = unicodedata.normalize("NFKC", composed.casefold())  # folding case may decompose characters again
+        invisible = _runs_of_category("Cf")
+        folded = invisible.sub("", folded)
+    punctuation_or_space = _runs_of_category("[PZC]")
+    words = punctuation_or_space.sub(" ", folded).strip()
     if words:
         return words
     return "".join(folded.split())
@@ -184,7 +200,7 @@ def normalise_text(text: str) -> str:
 def content_key(draft: Draft) -> bytes:
     """Hash what makes two rows the same question: the normalised fields and options.
 
-    The order of the options and the gold answer do not count.
+    Neither the order of the options nor the gold answer counts.
     """
     fields = [normalise_text(value) for value in draft.fields.values()]
     options = sorted(normalise_text(option) for option in draft.options)
@@ -197,23 +213,23 @@ def group_key(group: str) -> bytes:
 
 
 def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
-    """Give every group of rows to one part of the cut.
+    """Assign every group of rows to one split of the cut.
 
-    Groups in the seed's random order fill each part up to its share of the rows. Groups stay whole, so a part may get a
-    few rows more.
+    The groups, in the seed's random order, fill one split after the other up to its share of the rows. Groups are never
+    divided, so a split may get a few rows more.
 
     Args:
         entries: All rows of the file that is cut.
-        cut: The parts and their shares.
+        cut: The splits and their shares.
         task: Name of the task; each task has its own random order.
         seed: Seed of the split.
 
     Returns:
         The split of each group.
     """
-    rows_of_group = Counter(entry.group for entry in entries)
-    in_random_order = sorted(rows_of_group, key=lambda group: digest(task, "cut", seed, group.hex()))
-    groups = iter(in_random_order)
+    row_counts = Counter(entry.group for entry in entries)
+    in_random_order = sorted(row_counts, key=lambda group: digest(task, "cut", seed, group.hex()))
+    remaining_groups = iter(in_random_order)
     split_of_group: dict[bytes, Split] = {}
     for split, share in cut.shares.items():
         wanted_rows = int(share * len(entries) + 0.5)
@@ -221,12 +237,12 @@ def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int)
             wanted_rows = min(wanted_rows, cut.most)
         rows = 0
         while rows < wanted_rows:
-            group = next(groups, None)
+            group = next(remaining_groups, None)
             if group is None:
                 break
             split_of_group[group] = split
-            rows += rows_of_group[group]
-    for group in groups:  # those that no part has taken
+            rows += row_counts[group]
+    for group in remaining_groups:
         split_of_group[group] = cut.rest
     return split_of_group
 
@@ -234,7 +250,7 @@ def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int)
 def draw_entries(
     entries: Iterable[SplitEntry], *, task: str, split: Split, seed: int, count: int | None
 ) -> list[SplitEntry]:
-    """Draw `count` entries uniformly without replacement: the first in the seed's random order. None draws all."""
+    """Draw `count` entries uniformly without replacement: the first ones in the seed's random order; None draws all."""
     in_random_order = sorted(entries, key=lambda entry: digest(task, split, seed, entry.id))
     return in_random_order[:count]
 
@@ -261,18 +277,18 @@ def collect_held_out(
 ) -> HeldOutRows:
     """Collect the validation and test rows of every seed.
 
-    A training row with the content of such a row is left out. If training rows are cut from the same file, so are all
-    rows of its group.
+    A training row with the same content as one of them is left out. If the training rows are cut from the same file,
+    all rows of its group are left out too.
 
     Args:
-        pools: For each split whose file holds validation or test rows, all entries of that file.
+        pools: For each split whose file contains validation or test rows, all entries of that file.
         cut: How one of these files is cut; None if every split has its own file.
         task: Name of the task.
-        seeds: All seeds whose held-out rows count.
+        seeds: All seeds whose held-out rows must not be trained on.
         seed: The seed that is loaded.
 
     Returns:
-        The rows, with the reasons that a report names.
+        The held-out rows, with the reasons that a report names.
     """
     held_out = HeldOutRows()
     for origin, entries in pools.items():
@@ -284,8 +300,9 @@ def collect_held_out(
             held_out.contents[entry.content] = reason
     if cut is None:
         return held_out
-    # The loaded seed comes first, so that its reason is the one reported where there are several.
-    for cut_seed in sorted(seeds, key=lambda each: each != seed):
+    # If several seeds hold out a row, the report names the reason of the first one, which is to be the loaded seed.
+    loaded_seed_first = sorted(seeds, key=lambda each: each != seed)  # False sorts before True
+    for cut_seed in loaded_seed_first:
         split_of_group = assign_groups(pools[cut.source], cut, task, cut_seed)
         for entry in pools[cut.source]:
             part = split_of_group[entry.group]
