@@ -1,1 +1,1 @@
-"""What a model answered: from the text of a response to a label, or to no answer."""
+"""Read answers and confidences from the responses of a model."""

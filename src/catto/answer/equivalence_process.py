@@ -1,4 +1,4 @@
-"""Ask a user's own program whether two answers mean the same: JSON lines in, one line of true or false for each."""
+"""Ask a user's own program whether two answers mean the same."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MAX_REPLY_BYTES = 64
 
 
 class EquivalenceProcess:
-    """One process that compares answers; a callable for `merge_equivalent`.
+    """A running program that compares answers; call it as the `equivalent` of `merge_equivalent`.
 
-    It reads lines such as `{"first": "nyc", "second": "new york city"}` from its standard input and writes `true` or
-    `false`, one line for each, before the next arrives. A pair is asked once.
+    The program reads lines such as `{"first": "nyc", "second": "new york city"}` from its standard input. It replies to
+    each with a line `true` or `false`, before the next one is sent. The same pair is sent only once.
 
     Args:
-        command: The program with its arguments, as in a shell, without a shell.
-        seconds: Longest time that a reply may take.
+        command: The program with its arguments. They are split as in a shell, but no shell runs them.
+        seconds: Maximum number of seconds for a reply.
 
     Raises:
         ValueError: The command is empty.
@@ -36,7 +36,7 @@ class EquivalenceProcess:
             raise ValueError("--equivalent: the command is empty")
         self.command = command
         self.seconds = seconds
-        self._known: dict[tuple[str, str], bool] = {}
+        self._replies: dict[tuple[str, str], bool] = {}
         try:
             self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
@@ -51,11 +51,11 @@ class EquivalenceProcess:
         self.close()
 
     def __call__(self, first: str, second: str) -> bool:
-        """Return whether the program calls the two answers equivalent; DataError if its reply is missing or unknown."""
+        """Return whether the program calls two answers equivalent; DataError if its reply is missing or invalid."""
         pair = (first, second)
-        if pair not in self._known:
-            self._known[pair] = self._ask(first, second)
-        return self._known[pair]
+        if pair not in self._replies:
+            self._replies[pair] = self._ask(first, second)
+        return self._replies[pair]
 
     def _ask(self, first: str, second: str) -> bool:
         assert self._process.stdin is not None
@@ -73,15 +73,15 @@ class EquivalenceProcess:
             timer.cancel()
         word = reply.decode(errors="replace").strip()
         if word not in ("true", "false"):
-            shown = repr(word) if reply else "no reply: it has ended or took too long"
+            shown = repr(word) if reply else "no reply: the program ended or took too long"
             raise DataError(self.command, None, f"expected true or false for {line.strip()}, got {shown}")
         return word == "true"
 
     def close(self) -> None:
-        """End the process: close its input, and kill it if it does not stop."""
+        """End the process: close its standard input, and kill it if it does not exit within five seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(OSError):  # it may have ended before it read everything
+        with suppress(OSError):  # the program may have ended before it read everything
             self._process.stdin.close()
         try:
             self._process.wait(timeout=5)

@@ -1,13 +1,13 @@
-r"""Whether a short answer or a number is right: two texts are compared after a fixed normalisation.
+r"""Decide whether a short answer or a number is right, after a fixed normalisation of both texts.
 
 Text: formatting and leads such as "The answer is" are removed, as in `catto.answer.forms`. Case, accents on Latin
-letters, one leading article, quotation marks and the dots of abbreviations do not count; other punctuation is a space.
-A minus sign, a decimal point, `%`, `#` and symbols count.
+letters, one leading article, quotation marks and the dots in abbreviations are ignored. Other punctuation counts as a
+space. A minus sign, a decimal point, `%`, `#` and symbols are kept.
 
-Numbers: the text must be one number, with at most a hedge before it and a unit after it. A range, two numbers, a
-comparison or a date is no number. Values are compared as exact fractions. Units are compared only where both sides have
-a known one; a percentage is the number before its sign, so 10% equals 10 and not 0.1. docs/conventions.md has all the
-rules.
+Numbers: the text must be a single number, with at most a hedge before it and a unit after it. A range, two numbers, a
+comparison or a date is not accepted. Values are compared as exact fractions. Units are compared only if both numbers
+have a known one. A percentage has the value before its sign, so 10% equals 10 and not 0.1. docs/conventions.md lists
+all rules.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import NamedTuple
 from catto.answer.forms import LEAD, flatten_text, strip_formatting
 from catto.records import Grade
 
-# The version of the grading: raise it with every change after which some answer is graded differently.
+# Version of these rules: raise it with every change after which some answer is graded differently.
 VERSION = 1
 
-MAX_NUMBER_TEXT = 300  # characters of a text that is read as a number
+MAX_NUMBER_TEXT = 300  # maximum number of characters in a text that is read as a number
 MAX_LEADS = 2
 MAX_UNIT_WORDS = 6
 
@@ -39,10 +39,10 @@ CURRENCY_SIGNS = "$€£¥₹"
 
 
 def normalize_answer(text: str) -> str:
-    """Bring a short answer into the form in which answers are compared.
+    """Normalise a short answer for comparison, in time linear in its length.
 
     Args:
-        text: An answer of any length; the time is linear in it.
+        text: An answer of any length.
 
     Returns:
         The normalised answer; empty only if the text has no visible character.
@@ -69,7 +69,7 @@ def normalize_answer(text: str) -> str:
 
 
 def _remove_leads(bare: str) -> str:
-    """Remove "The answer is" and its like, if something follows."""
+    """Remove leads such as "The answer is" if something follows them."""
     for _ in range(MAX_LEADS):
         lead = LEAD.match(bare)
         if lead is None or lead["states_answer"] is None or lead.end() == len(bare):
@@ -79,28 +79,30 @@ def _remove_leads(bare: str) -> str:
 
 
 def _remove_latin_accents(flat: str) -> str:
-    """Remove the marks of Latin letters; in other scripts a mark makes another letter."""
-    apart = unicodedata.normalize("NFD", flat)
-    return unicodedata.normalize("NFC", LATIN_ACCENTS.sub("", apart))
+    """Remove accents from Latin letters. In other scripts, a mark makes a different letter."""
+    decomposed = unicodedata.normalize("NFD", flat)
+    return unicodedata.normalize("NFC", LATIN_ACCENTS.sub("", decomposed))
 
 
 def _fold_punctuation(flat: str) -> str:
+    """Remove punctuation or replace it by spaces, collapse white space, and join `%` to its number."""
     parts = []
-    for place, character in enumerate(flat):
-        before = flat[place - 1 : place]
-        after = flat[place + 1 : place + 2]
+    for index, character in enumerate(flat):
+        before = flat[index - 1 : index]
+        after = flat[index + 1 : index + 2]
         parts.append(_fold_mark(before, character, after))
     folded = " ".join("".join(parts).split())
     return folded.replace(" %", "%")
 
 
 def _fold_mark(before: str, character: str, after: str) -> str:
-    """Return what replaces a character in a normalised answer, given its neighbours; they are empty at the ends."""
+    """Return the replacement of a character in a normalised answer, given its neighbours (empty at the ends)."""
     if character in DASHES:
         is_minus = not before.isalnum() and (after.isdigit() or after in (*CURRENCY_SIGNS, "."))
         is_suffix = before.isalnum() and not after.strip()  # blood type A-
         return "-" if is_minus or is_suffix else " "
-    if not unicodedata.category(character).startswith("P") and character not in QUOTES:
+    is_punctuation = unicodedata.category(character).startswith("P")
+    if not is_punctuation and character not in QUOTES:
         return character
     is_between_digits = before.isdigit() and after.isdigit()
     if character == ".":
@@ -122,11 +124,11 @@ def _fold_mark(before: str, character: str, after: str) -> str:
 
 
 class NumberReading(NamedTuple):
-    """A number in a text.
+    """A number that was read from a text.
 
     Attributes:
         value: Its exact value.
-        unit: The canonical name of its unit; None if it has none or an unknown one.
+        unit: The canonical name of its unit; None if it has no unit or an unknown one.
     """
 
     value: Fraction
@@ -145,7 +147,7 @@ SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "k": 10**3,
     "million": 10**6, "billion": 10**9, "bn": 10**9, "trillion": 10**12,
 }  # fmt: skip
-# Canonical unit -> how it is written. Only these are compared; nothing is converted.
+# Canonical unit -> its spellings. Only these units are compared, and none is converted.
 UNITS = {
     "%": ("%", "percent", "pct"),
     "dollar": ("$", "us$", "usd", "dollar", "dollars"),
@@ -185,7 +187,7 @@ UNITS = {
     "ad": ("ad", "ce"),
 }
 UNIT_OF = {written: unit for unit, spellings in UNITS.items() for written in spellings}
-# A unit with one of these words would change the value, or is a second value.
+# A phrase with one of these words is not a unit: it would change the value or be a second one.
 NO_UNIT_WORDS = {
     "and", "or", "to", "not", "no", "than", "more", "less", "fewer", "plus", "minus", "times", "x", "over", "under",
     "above", "below", "least", "most", "up", "between", "through", "until", "except", "but", "if", "maybe", "nor",
@@ -211,7 +213,7 @@ NUMBER = re.compile(
     r"|(?:(?P<whole>\d+) )?(?P<numerator>\d+) ?[/\u2044] ?(?P<denominator>\d+)"
     rf"|(?P<integer>{_INTEGER})?(?P<decimals>\.\d+)?(?:e(?P<exponent>[-+]?\d{{1,3}})(?!\w)|{_TEN_TO_THE})?)"
 )
-# Written before the folding, which would join "1½" to "11/2" and forget which spaces are narrow.
+# Applied before folding, which would turn every narrow space into a plain one.
 NARROW_SPACES_IN_NUMBER = re.compile("(?<=\\d)[\u00a0\u2009\u202f](?=\\d{3}(?!\\d))")
 LATEX_FRACTION = re.compile(r"\\[dt]?frac ?\{ ?(\d+) ?\} ?\{ ?(\d+) ?\}")
 LATEX_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
@@ -224,13 +226,13 @@ MAX_EXPONENT = 308
 
 
 def read_number(text: str) -> NumberReading | None:
-    r"""Read a text that is one number.
+    r"""Read a text that is a single number.
 
     Args:
         text: For example "12", "$1,000.50", "about 3/4 cup", "twelve apples", "x = -2", "1.5e3", r"\frac{1}{2}".
 
     Returns:
-        The number with its unit, or None for any other text.
+        The number with its unit; None if the text is not a single number.
 
     Example:
         >>> read_number("$1,000.50")
@@ -254,7 +256,7 @@ def read_number(text: str) -> NumberReading | None:
 
 
 def _rewrite_notation(text: str) -> str:
-    """Write LaTeX and the characters for fractions as plain text."""
+    """Rewrite LaTeX as plain text, and put a space before characters such as "½": folding makes "11/2" of "1½"."""
     text = LATEX_SPACE.sub(" ", LATEX_COMMA.sub(",", text))
     text = text.replace("\\$", "$").replace("\\%", "%")
     text = LATEX_FRACTION.sub(r" \1/\2", text)
@@ -268,7 +270,10 @@ def _rewrite_notation(text: str) -> str:
 
 
 def _compute_value(match: re.Match[str]) -> Fraction | None:
-    """Compute the signed value of a match; None if it has no digits, two signs or an impossible fraction."""
+    """Compute the value of a match of `NUMBER` with its sign.
+
+    None if there are no digits, two signs, a denominator of 0, or an exponent beyond `MAX_EXPONENT`.
+    """
     size = _compute_size(match)
     if size is None:
         return None
@@ -280,14 +285,14 @@ def _compute_value(match: re.Match[str]) -> Fraction | None:
 
 
 def _compute_size(match: re.Match[str]) -> Fraction | None:
-    """Compute the value without its sign; None if there are no digits, the denominator is 0 or the exponent too big."""
+    """Compute the value without its sign; None as for `_compute_value`."""
     if match["words"]:
         return Fraction(_count_words(match["words"]))
     if match["numerator"]:
         return _compute_fraction(match)
     if not match["integer"] and not match["decimals"]:
         return None
-    integer = re.sub(r"\D", "", match["integer"] or "0")
+    integer = re.sub(r"\D", "", match["integer"] or "0")  # without thousands separators
     size = Fraction(integer + (match["decimals"] or ""))
     exponent = _read_exponent(match)
     if abs(exponent) > MAX_EXPONENT:
@@ -319,20 +324,20 @@ def _count_words(words: str) -> int:
             total = max(total, 1) * 100
         else:
             total += SMALL_WORDS.get(word, 0) + TENS_WORDS.get(word, 0)
-    # "a" before a scale, as in "a million", counts one.
+    # "a" before a scale, as in "a million", counts as one.
     return total or int(words in ("a", "an"))
 
 
 def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReading | None:
-    """Multiply by "million" and its like, and read the unit.
+    """Multiply a number by a scale such as "million", and read its unit.
 
     Args:
         value: The number.
-        currency: The sign before it, or None.
-        rest: What follows it.
+        currency: The currency sign before the number, or None.
+        rest: The text after the number.
 
     Returns:
-        The number with its unit; None if the rest is neither a scale nor a unit, and so the text is no number.
+        The number with its unit. None if the rest is neither a scale nor a unit: the text is then not a number.
     """
     words = _split_unit_words(rest)
     if words is None:
@@ -351,7 +356,7 @@ def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReadi
 
 
 def _split_unit_words(rest: str) -> list[str] | None:
-    """Split what follows a number into words without dots; None if it is no unit."""
+    """Split the text after a number into words without dots; None if it cannot be a unit."""
     is_decade = rest.startswith("s") and not rest[1:2].isalpha()  # "1990s"
     phrase = rest.removeprefix("-").strip().replace("per cent", "percent")
     words = []
@@ -371,7 +376,7 @@ def _may_be_unit(word: str) -> bool:
 
 
 def write_number(value: Fraction) -> str:
-    """Write a number in its canonical form: a terminating decimal in full, any other as a fraction.
+    """Write a number in its canonical form: a terminating decimal in full, any other number as a fraction.
 
     Example:
         >>> write_number(Fraction(7, 2)), write_number(Fraction(-1, 3)), write_number(Fraction(1000))
@@ -402,14 +407,14 @@ def write_number(value: Fraction) -> str:
 
 
 def find_answer_key(text: str, grade: Grade) -> str | None:
-    """Return the key that equal answers share: the normalised text, or the value of a number without its unit.
+    """Return a key that is the same for equal answers: the normalised text, or the value of a number without its unit.
 
     Args:
         text: An answer.
         grade: How answers are compared.
 
     Returns:
-        The key; None if the text is empty or, for `number`, is not one number.
+        The key; None if the text is empty or, for `number`, is not a single number.
 
     Example:
         >>> find_answer_key("The Beatles", "exact"), find_answer_key("$3.50", "number"), find_answer_key("?", "number")
@@ -428,13 +433,14 @@ def grade_answer(answer: str, accepted: Sequence[str], *, grade: Grade = "exact"
         answer: The answer, without tags.
         accepted: The accepted answers, at least one.
         grade: `exact` and `any-of` compare normalised texts; `number` compares values.
-        tolerance: For `number`: the largest difference, as a share of the accepted value. 0 means equal.
+        tolerance: For `number`: maximum difference, as a share of the accepted value. 0 means that values must be
+            equal.
 
     Returns:
-        Whether the answer is right. An empty answer, or one that is no number where one is expected, is wrong.
+        Whether the answer is right. An empty answer is wrong; so is one that is not a number if a number is expected.
 
     Raises:
-        ValueError: If there is no accepted answer, or one that cannot be compared.
+        ValueError: There is no accepted answer, or one of them cannot be compared.
 
     Example:
         >>> grade_answer("The Beatles.", ["Beatles"]), grade_answer("Lennon", ["John Lennon", "Lennon"])
@@ -456,10 +462,10 @@ def grade_answer(answer: str, accepted: Sequence[str], *, grade: Grade = "exact"
 
 
 def _equals_any_number(answer: str, accepted: Sequence[str], tolerance: float) -> bool:
-    """Whether the answer is one of these numbers; ValueError if any accepted answer is not one number."""
+    """Whether the answer equals an accepted number; ValueError if any accepted answer is not a single number."""
     reading = read_number(answer)
     is_right = False
-    for text in accepted:  # to the end, so that every accepted answer is checked
+    for text in accepted:  # does not stop at a match, so that every accepted answer is checked
         wanted = read_number(text)
         if wanted is None:
             raise ValueError(f"accepted answer {text!r}: expected one number")
@@ -472,5 +478,5 @@ def _is_same_number(reading: NumberReading, wanted: NumberReading, tolerance: fl
     both_have_units = reading.unit is not None and wanted.unit is not None
     if both_have_units and reading.unit != wanted.unit:
         return False
-    allowed = Fraction(str(tolerance)) * abs(wanted.value)  # by way of the text: 0.1 is then exactly 1/10
-    return abs(reading.value - wanted.value) <= allowed
+    exact_tolerance = Fraction(str(tolerance))  # the decimal as written: 0.1 is exactly 1/10
+    return abs(reading.value - wanted.value) <= exact_tolerance * abs(wanted.value)

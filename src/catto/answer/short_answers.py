@@ -1,7 +1,7 @@
 """Read a short answer or a number from a response to a question without options, and compare answers.
 
-The content of the last `<answer>` counts, as for labels. Without that tag a response is read if one line is all that
-follows the reasoning, or if its last line states the answer ("The answer is 12", "#### 12"). Anything else is none.
+The answer is the content of the last `<answer>`, as for labels. Without that tag, the last line is read if it is the
+only one after the reasoning, or if it states the answer ("The answer is 12", "#### 12"). Any other response has none.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from catto.answer.grading import find_answer_key, grade_answer
 from catto.answer.response import Source, find_answer_tag, find_answer_text, find_body, find_tags, find_turn_end
 from catto.records import Grade, Question
 
-MAX_ANSWER = 300  # characters of a short answer
-HASHES = "####"
+MAX_ANSWER = 300  # maximum number of characters in a short answer
+HASHES = "####"  # opens the final answer in GSM8K's solutions
 
 # Whether two answers to one question mean the same.
 Equivalent = Callable[[str, str], bool]
@@ -26,8 +26,8 @@ class ShortAnswer(NamedTuple):
 
     Attributes:
         text: The answer as it is written; None if there is none.
-        key: What answers that are equal after normalisation share; None without an answer.
-        source: `free` after `<answer>`, `plain` without that tag; None without an answer.
+        key: A text that is the same for all answers that are equal after normalisation; None without an answer.
+        source: `free` for an answer in `<answer>`, `plain` for one without that tag; None without an answer.
     """
 
     text: str | None
@@ -44,11 +44,11 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
     Args:
         text: The response.
         grade: How answers to the question are compared.
-        cut: Whether the response ran into its token limit. An answer without an end is then not read.
+        cut: Whether the response reached its token limit. An unfinished answer is then not read.
 
     Returns:
-        The answer. There is none (`NO_SHORT_ANSWER`) if the text is longer than an answer can be, or cannot be
-        compared: not one number where the grade is `number`.
+        The answer. It is `NO_SHORT_ANSWER` also if the text is too long for an answer or cannot be compared: with the
+        grade `number`, the text must be a single number.
 
     Example:
         >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", "number")
@@ -71,7 +71,7 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
 
 
 def _find_plain_answer(turn: str) -> str | None:
-    """Find the only line after the reasoning, or a last line that states the answer; None if there is neither."""
+    """Find the last line if it is the only one after the reasoning, or states the answer; None otherwise."""
     tags = find_tags(turn)
     start, end = find_body(turn, tags)
     is_reasoning_unfinished = end < len(turn)
@@ -92,7 +92,7 @@ def _find_plain_answer(turn: str) -> str | None:
 
 
 def is_right_answer(answer: str, question: Question) -> bool:
-    """Return whether an answer equals one that the question accepts, or the gold label of a question with labels.
+    """Return whether an answer is among the accepted answers of a question, or equals the gold label if it has labels.
 
     Example:
         >>> accepted = {"gold": "Ada", "accepted": ("Ada",), "grade": "exact"}
@@ -109,7 +109,7 @@ def is_right_answer(answer: str, question: Question) -> bool:
 def merge_equivalent(answers: Sequence[str | None], equivalent: Equivalent) -> list[str | None]:
     """Replace each answer by the first one that means the same; None stays None.
 
-    An answer is compared with the first answer of every group so far, in order, and joins the first group that fits.
+    An answer is compared with the first answer of every group so far, in order, and joins the first equivalent group.
 
     Args:
         answers: The answers to one question, in the order of the samples.
@@ -128,11 +128,11 @@ def merge_equivalent(answers: Sequence[str | None], equivalent: Equivalent) -> l
         if answer is None:
             merged.append(None)
             continue
-        same = _find_equivalent(answer, firsts, equivalent)
-        if same is None:
+        first = _find_equivalent(answer, firsts, equivalent)
+        if first is None:
+            first = answer
             firsts.append(answer)
-            same = answer
-        merged.append(same)
+        merged.append(first)
     return merged
 
 
@@ -146,10 +146,10 @@ def _find_equivalent(answer: str, firsts: Sequence[str], equivalent: Equivalent)
 
 
 def measure_agreement(answers: Sequence[str | None]) -> list[float]:
-    """Return how far all answers agree with each one: (s + 1) / (k + 2) if s of the k answers equal it.
+    """Return the agreement of each answer with all answers: (s + 1) / (k + 2) if s of the k answers equal it.
 
-    An answer equals itself, so s is at least 1. The value is the mean of the posterior of a rate after s of k
-    successes, under a uniform prior (Laplace). None, a sample without an answer, has agreement 0 and counts in k.
+    An answer equals itself, so s is at least 1. The value is the posterior mean of a success rate after s successes in
+    k trials, under a uniform prior (Laplace). None, a sample without an answer, has agreement 0 and counts in k.
 
     Args:
         answers: The k sampled answers to one question.
