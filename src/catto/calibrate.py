@@ -1,10 +1,10 @@
 """Fit a calibrator on one file of answers and apply it to another; choose final answers and a threshold for them.
 
-Next to the calibrator is a manifest that says what it reads (`on`: confidences or label log-probabilities) and which
-questions it was fitted on, as digests, so that measuring on the fit set can be noticed.
+The manifest of a calibrator says what it reads (`on`: confidences or label log-probabilities). It also has digests of
+the questions that the calibrator was fitted on, so that measuring on the fit set can be detected.
 
-A calibrator that was fitted on final answers (`final_answers`) is applied to final answers of the same protocol, any
-other to each sample before one is chosen. A threshold holds for final answers of one protocol and one calibrator.
+A calibrator fitted on final answers (`final_answers`) is applied to final answers of the same protocol. Any other
+calibrator is applied to each sample, before one is chosen. A threshold is valid for one protocol and one calibrator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from catto.metrics.calibrators import (
     read_calibrator,
 )
 from catto.metrics.risk import estimate_rows_needed, threshold_for_risk
-from catto.metrics.selection import LIKELIEST, choose_adaptively, gather_candidates, samples_by_question
+from catto.metrics.selection import LIKELIEST, Candidates, choose_adaptively, gather_candidates, samples_by_question
 from catto.records import (
     CONFIDENCE_KINDS,
     ConfidenceKind,
@@ -56,14 +56,14 @@ from catto.records import (
 On = Literal["confidence", "labels"]
 Kind = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 
-# The smallest digests of the fit questions are kept, and no more: of larger sets they are a fair sample.
+# At most this many digests of fit questions are kept. They are the smallest ones: a fair sample of a larger set.
 MANY_QUESTIONS = 10_000
 FINAL = "final answers"
 OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
 
 
 class LabelRow(NamedTuple):
-    """What calibration on labels reads of a row.
+    """What calibration on labels reads from a row.
 
     Attributes:
         logprobs: Label -> log-probability.
@@ -104,14 +104,14 @@ def _require_label(label: str | None, column: str, logprobs: Mapping[str, float]
 
 @dataclass(frozen=True)
 class Fitted:
-    """A calibrator, and on what it was fitted.
+    """A calibrator, and what it was fitted on.
 
     Attributes:
         calibrator: The calibrator.
         on: Whether it reads the confidence or the label log-probabilities.
-        questions: Digests of the questions it was fitted on, as far as they were kept; None if they are not known.
-        protocol: How the final answers were made that it was fitted on; None if it was fitted on single samples.
-        rows: Number of answers it was fitted on; None if it is not known.
+        questions: Digests of the questions it was fitted on, at most `MANY_QUESTIONS`; None if they are not known.
+        protocol: How its final answers were made, if it was fitted on final answers; None for single samples.
+        rows: Number of answers it was fitted on; None if not known.
         confidence_kind: The kind of confidence it reads; None for the labels' own probabilities.
     """
 
@@ -124,14 +124,14 @@ class Fitted:
 
     @property
     def digest(self) -> str:
-        """What tells this calibrator from others: equal digests give equal confidences."""
+        """Identifies the calibrator: calibrators with equal digests give equal confidences."""
         identity: list[object] = [self.on, self.calibrator.model_dump()]
         if self.confidence_kind is not None:
             identity.append(self.confidence_kind)
         return content_hash(identity)
 
     def check_kind(self, kind: str | None) -> None:
-        """Raise ValueError if confidences of this kind are not what the calibrator was fitted on; None means label."""
+        """Raise ValueError if the calibrator was fitted on a different kind of confidence; None means `label`."""
         own_kind = self.confidence_kind or "label"
         given_kind = kind or "label"
         if given_kind != own_kind:
@@ -140,10 +140,10 @@ class Fitted:
     def calibrate_samples(self, predictions: Sequence[Prediction]) -> list[Prediction]:
         """Return samples with calibrated confidences; a sample without an answer gets confidence 0.
 
-        A calibrator of final answers leaves the samples as they are: it is applied after one was chosen.
+        A calibrator for final answers leaves the samples unchanged: it is applied after one of them is chosen.
 
         Raises:
-            ValueError: A sample has another kind of confidence, or lacks the label log-probabilities that are read.
+            ValueError: A sample has a different kind of confidence, or lacks label log-probabilities that are needed.
         """
         is_for_final_answers = self.protocol is not None
         if is_for_final_answers:
@@ -172,8 +172,8 @@ class Fitted:
 
         Args:
             logprobs: Label -> log-probability.
-            label: The label; None, where there is no answer, has probability 0.
-            name: What the log-probabilities belong to, for the message.
+            label: The label; None means that there is no answer, and has probability 0.
+            name: What the log-probabilities belong to, for the error message.
 
         Raises:
             ValueError: There are no log-probabilities, or the calibrator cannot be applied to labels.
@@ -191,7 +191,7 @@ class Fitted:
         return exp(calibrated_logprobs[0, label_index])
 
     def calibrate_answers(self, answers: Confidences, names: ColumnNames) -> Floats:
-        """Return the calibrated confidence of each answer; label log-probabilities are read from the file. -> (N,)."""
+        """Return the calibrated confidence of each answer, (N,). Label log-probabilities are read from the file."""
         if self.on == "confidence":
             return self.calibrate_confidences(answers.confidence)
         with data_errors_at(answers.source):
@@ -200,7 +200,7 @@ class Fitted:
         return np.array(confidences, dtype=np.float64)
 
     def count_fit_questions(self, questions: Iterable[str]) -> int | None:
-        """Count the fit questions, as far as they were kept, that are among these too; None: they are not known."""
+        """Count these questions that are among the stored fit questions; None if the fit questions are not known."""
         if self.questions is None:
             return None
         shared = {*self.questions} & {*_digest_questions(questions)}
@@ -210,7 +210,7 @@ class Fitted:
 def fit_file(
     path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
 ) -> tuple[Fitted, GradedAnswers]:
-    """Fit on the answers of a file and write the calibrator with its manifest; return it and the answers."""
+    """Fit on the answers of a file, write the calibrator with its manifest, and return it with the answers."""
     answers = read_uncalibrated(path, names, unparsed)
     fitted = fit_answers(answers, kind, on, names)
     write_fitted(out, fitted, fitted_on=path.name)
@@ -218,15 +218,15 @@ def fit_file(
 
 
 def read_uncalibrated(path: Path, names: ColumnNames, unparsed: Unparsed) -> GradedAnswers:
-    """Read the answers of a file; DataError if their confidences were calibrated before."""
+    """Read the answers of a file; raise DataError if their confidences are already calibrated."""
     if final_notes(path).get("calibrator"):
-        raise DataError(path, None, "its confidences are calibrated already: choose answers without a calibrator")
-    answers = read_graded(path, names, unparsed)  # refuses a file without rows
-    raw_column = f"{names.confidence}_raw"  # `apply_file` writes it into every row, so the first one shows it
+        raise DataError(path, None, "its confidences are already calibrated: choose answers without a calibrator")
+    answers = read_graded(path, names, unparsed)  # raises for a file without rows, so there is a first row
+    raw_column = f"{names.confidence}_raw"  # `apply_file` writes it into every row, so checking one row is enough
     _, first = next(iter(read_answers(path, names)))
     is_final = bool(final_notes(path))  # final answers have the column even if they are not calibrated
     if not is_final and first.get(raw_column) is not None:
-        raise DataError(path, 1, f"{raw_column}: there already, so the answers were calibrated before")
+        raise DataError(path, 1, f"{raw_column}: already there, so the answers were calibrated before")
     return answers
 
 
@@ -255,9 +255,11 @@ def fit_answers(
             calibrator: Calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
         else:
             calibrator = _fit_on_labels(path, kind, names, rows)
-    if answers.correct.all() or not answers.correct.any():
-        side = "right" if answers.correct.all() else "wrong"
-        raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs right and wrong ones")
+    all_right = answers.correct.all()
+    all_wrong = not answers.correct.any()
+    if all_right or all_wrong:
+        side = "right" if all_right else "wrong"
+        raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs both right and wrong ones")
     question_digests = None
     if answers.question is not None:
         question_digests = _digest_questions(answers.question)[:MANY_QUESTIONS]
@@ -275,17 +277,17 @@ def fit_answers(
 def _read_kind(path: Path, names: ColumnNames) -> Any:
     """Return the kind of a file's confidences; None for a label's own probability, or if the file does not say.
 
-    The callers have read the file before, so it has a first row.
+    The callers have already read the file, so it has a first row.
     """
     protocol = final_notes(path).get("protocol")
     if protocol is not None:
         return protocol.get("confidence_kind")
     _, first = next(iter(read_answers(path, names)))
     kind = first.get("confidence_kind")
-    # `--confidence confidences.ptrue` picks another kind than the one that ranks the answers.
+    # `--confidence confidences.ptrue` selects a different kind than the main one.
     if kind is not None and names.confidence.startswith("confidences."):
         kind = names.confidence.removeprefix("confidences.")
-    is_known = kind in CONFIDENCE_KINDS  # other tools may use the name of the column for something else
+    is_known = kind in CONFIDENCE_KINDS  # the column may have another meaning in files of other tools
     if not is_known or kind == "label":
         return None
     return kind
@@ -297,7 +299,7 @@ def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
     notes = {"on": fitted.on, "fitted_on": fitted_on, "questions": fitted.questions, "protocol": protocol}
     if fitted.confidence_kind is not None:
         notes["confidence_kind"] = fitted.confidence_kind
-    # A kill must not leave the new calibrator with the manifest of the one that it replaces.
+    # A kill must not leave the new calibrator next to the manifest of the old one.
     manifest_path(out).unlink(missing_ok=True)
     record_files.write_record(out, fitted.calibrator)
     counts = {"rows": fitted.rows or 0}
@@ -307,7 +309,13 @@ def write_fitted(out: Path, fitted: Fitted, *, fitted_on: str) -> None:
 
 
 def _fit_on_labels(path: Path, kind: Kind, names: ColumnNames, rows: Sequence[int] | None) -> Calibrator:
-    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of the rows of a file.
+    """Fit a temperature or vector scaling to the label log-probabilities and gold labels of a file.
+
+    Args:
+        path: The file.
+        kind: `vector`; any other kind fits a temperature.
+        names: Names of the columns.
+        rows: The rows to fit on, counted from 0; None means all.
 
     Raises:
         ValueError: A row has no gold label.
@@ -334,7 +342,7 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
 
     Args:
         path: The calibrator.
-        on: What the calibrator reads. Needed without a manifest; replaces what the manifest says.
+        on: What the calibrator reads. Required if there is no manifest; overrides the manifest.
 
     Raises:
         DataError: The calibrator cannot be read, or there is neither a manifest nor `on`.
@@ -343,7 +351,7 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
     manifest_file = manifest_path(path)
     if not manifest_file.exists():
         if on is None:
-            problem = "missing: copy it beside the calibrator too (calibrate apply takes --on)"
+            problem = "missing: copy it next to the calibrator too (or use calibrate apply --on)"
             raise DataError(manifest_file, None, problem)
         return Fitted(calibrator, on)
     manifest = read_manifest(path)
@@ -355,13 +363,13 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
 
 
 def _digest_questions(questions: Iterable[str]) -> tuple[str, ...]:
-    """Return a short digest of each different question id, sorted."""
+    """Return a short digest of each distinct question id, sorted."""
     digests = {hashlib.sha256(question.encode()).hexdigest()[:12] for question in questions}
     return tuple(sorted(digests))
 
 
 def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tuple[Confidences, Floats]:
-    """Write the rows of a file with calibrated confidences; the uncalibrated ones are kept as `<column>_raw`.
+    """Write the rows of a file with calibrated confidences, and the uncalibrated ones in the column `<column>_raw`.
 
     Args:
         fitted: The calibrator.
@@ -373,7 +381,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
         The answers as they were read, and their calibrated confidences, (N,).
 
     Raises:
-        DataError: The rows were calibrated before, or they are not what the calibrator was fitted on.
+        DataError: The rows are already calibrated, or the calibrator was fitted on a different kind of answers.
     """
     answers = read_confidences(path, names)
     kind = _read_kind(path, names)
@@ -384,64 +392,64 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     raw_column = f"{names.confidence}_raw"
     notes = final_notes(path)
     has_other_protocol = fitted.protocol is not None and notes.get("protocol") != fitted.protocol.model_dump()
-    # Final answers have the column from the start, with the confidence of the chosen sample.
+    # Uncalibrated final answers already have the column: it is the confidence of the chosen sample.
     raw_is_allowed = bool(notes) and notes.get("calibrator") is None
     with atomic.replace_file(out) as file:
         rows = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), uncalibrated_value, calibrated_value in rows:
-            if isinstance(fields, ChainMap):  # catto's own fields of another tool's record; that itself is below them
-                fields = fields.maps[0]
-            if fields.get(raw_column) is not None and not raw_is_allowed:  # predictions have the column, as null
-                raise DataError(path, row, f"{raw_column}: there already, so the row was calibrated before")
+            if isinstance(fields, ChainMap):
+                fields = fields.maps[0]  # catto's fields of a row of another tool, without the row itself
+            has_raw_value = fields.get(raw_column) is not None  # predictions have the column, but with null
+            if has_raw_value and not raw_is_allowed:
+                raise DataError(path, row, f"{raw_column}: already there, so the row was calibrated before")
             if has_other_protocol:
                 raise DataError(path, None, OTHER_PROTOCOL)
             document = {**fields, names.confidence: calibrated_value, raw_column: uncalibrated_value}
-            try:
-                line = json.dumps(document, ensure_ascii=False, allow_nan=False)
-            except (TypeError, ValueError):  # a date of a Parquet file, or a nan that only Python's JSON knows
-                message = "holds a value that JSON has no form for (NaN, Infinity or a date)"
-                raise DataError(path, row, message) from None
-            file.write(line + "\n")
-        manifest_path(out).unlink(missing_ok=True)  # of the file that is replaced
+            file.write(_dump_json_line(document, path, row))
+        manifest_path(out).unlink(missing_ok=True)  # it describes the replaced file
     return answers, calibrated
+
+
+def _dump_json_line(document: Mapping[str, Any], path: Path, row: int) -> str:
+    try:
+        line = json.dumps(document, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # a date from a Parquet file, or NaN, which only Python's JSON parser accepts
+        message = "a value cannot be written as JSON (NaN, Infinity or a date)"
+        raise DataError(path, row, message) from None
+    return line + "\n"
 
 
 def final_answers(
     predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None = None
 ) -> list[FinalAnswer]:
-    """Choose one answer per question among its first k samples, as the protocol says.
+    """Choose one answer per question among its first k samples, following the protocol.
 
-    A calibrator of single samples is applied before the choice, a calibrator of final answers after it.
+    A calibrator for single samples is applied before the choice, a calibrator for final answers after it.
 
     Args:
-        predictions: Uncalibrated samples, equally many of every question.
-        protocol: How one answer is made of k samples.
-        fitted: A calibrator of single samples, or of final answers of this protocol, which the caller has checked. None
-            leaves the confidences as they are.
+        predictions: Uncalibrated samples, equally many for every question.
+        protocol: How one answer is made from k samples.
+        fitted: A calibrator for single samples, or one for final answers of this protocol, which the caller has
+            checked. None leaves the confidences unchanged.
 
     Raises:
-        ValueError: There are fewer than k samples per question, or the rule or the calibrator needs what they lack.
+        ValueError: There are fewer than k samples per question, or they lack what the rule or the calibrator needs.
     """
     samples_of_questions = [samples[: protocol.k] for samples in samples_by_question(predictions)]
-    count = len(samples_of_questions[0])  # the same for every question, and not 0: `samples_by_question` checks it
+    count = len(samples_of_questions[0])  # the same for every question and above 0, as `samples_by_question` checks
     if count < protocol.k:
         raise ValueError(f"k is {protocol.k}, there are {count} samples per question")
-    ranked: list[Prediction] = []
-    for samples in samples_of_questions:
-        ranked += samples
-    if fitted is not None and fitted.protocol is None:
-        ranked = fitted.calibrate_samples(ranked)
-    candidates = gather_candidates(ranked)
+    candidates = _gather_ranked(samples_of_questions, fitted)
     if protocol.rule == LIKELIEST and np.isnan(candidates.logprob).all():
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
-    choice, taken = choose_adaptively(candidates, protocol.rule, protocol.stop)
+    choice, samples_taken = choose_adaptively(candidates, protocol.rule, protocol.stop)
     confidence = choice.confidence
     if fitted is not None and fitted.protocol is not None:
         confidence = fitted.calibrate_confidences(confidence)
     answers = []
     for question, samples in enumerate(samples_of_questions):
         answer = _make_final_answer(
-            samples[: int(taken[question])],
+            samples[: int(samples_taken[question])],
             chosen=samples[int(choice.place[question])],
             confidence=float(confidence[question]),
         )
@@ -449,8 +457,24 @@ def final_answers(
     return answers
 
 
+def _gather_ranked(samples_of_questions: Iterable[Sequence[Prediction]], fitted: Fitted | None) -> Candidates:
+    """Gather the samples with the confidences that rank them; only a calibrator for single samples changes these."""
+    samples: list[Prediction] = []
+    for samples_of_question in samples_of_questions:
+        samples += samples_of_question
+    if fitted is not None and fitted.protocol is None:
+        samples = fitted.calibrate_samples(samples)
+    return gather_candidates(samples)
+
+
 def _make_final_answer(taken: Sequence[Prediction], *, chosen: Prediction, confidence: float) -> FinalAnswer:
-    """Make the final answer of a question: the chosen one of the samples that were taken, and the sums over them."""
+    """Make the final answer to a question.
+
+    Args:
+        taken: The samples up to the one at which sampling stopped; their votes and tokens are counted.
+        chosen: The sample that was chosen among them.
+        confidence: Its confidence, calibrated if there is a calibrator.
+    """
     if chosen.choice is None:
         confidence = 0.0  # a response without an answer is never right
     tokens = [sample.tokens for sample in taken if sample.tokens is not None]
@@ -470,22 +494,22 @@ def _make_final_answer(taken: Sequence[Prediction], *, chosen: Prediction, confi
 def write_final(
     out: Path, predictions: Sequence[Prediction], protocol: Protocol, fitted: Fitted | None, *, own_stop: bool = False
 ) -> list[FinalAnswer]:
-    """Write the final answers with a manifest of how they were made; see `final_answers`.
+    """Write the final answers with a manifest that says how they were made; see `final_answers`.
 
     Args:
         out: The file to write.
-        predictions: Uncalibrated samples, equally many of every question.
-        protocol: How one answer is made of k samples.
-        fitted: The calibrator; None leaves the confidences as they are.
-        own_stop: Whether the gold labels of these questions chose where sampling stops.
+        predictions: Uncalibrated samples, equally many for every question.
+        protocol: How one answer is made from k samples.
+        fitted: The calibrator; None leaves the confidences unchanged.
+        own_stop: Whether `protocol.stop` was chosen with the gold labels of these questions.
 
     Raises:
-        ValueError: The samples are calibrated, or the calibrator is of final answers of another protocol.
+        ValueError: The samples are already calibrated, or the calibrator is for final answers of a different protocol.
     """
     if fitted is not None and fitted.protocol not in (None, protocol):
         raise ValueError(OTHER_PROTOCOL)
     if any(prediction.confidence_raw is not None for prediction in predictions):
-        raise ValueError("the samples are calibrated already: give them as predicted, and the --calibrator")
+        raise ValueError("the samples are already calibrated: give the uncalibrated ones, and --calibrator")
     answers = final_answers(predictions, protocol, fitted)
     digest = None
     shared_questions: int | None = 0
@@ -495,7 +519,7 @@ def write_final(
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": digest,
-        # How many of these questions the calibrator was fitted on; None: that is not known.
+        # The number of these questions that the calibrator was fitted on; None if not known.
         "fitted_on": shared_questions,
         "models": sorted({prediction.model for prediction in predictions}),
         "own_stop": protocol.stop if own_stop else None,
@@ -516,10 +540,10 @@ def final_notes(path: Path) -> dict[str, Any]:
 
 
 class RiskThreshold(Record):
-    """Answer at `confidence >= threshold`: at most `risk` of the answers are wrong, with probability 1 - delta.
+    """Answer if `confidence >= threshold`: at most `risk` of the answers are wrong, with probability 1 - delta.
 
-    This holds for final answers of the protocol with the calibrator of that digest, to questions like the `rows` that
-    it was fitted on, of which it answers the share `coverage`.
+    This holds for final answers with the same protocol and calibrator digest, and for questions like those that the
+    threshold was fitted on. There were `rows` of them, and the share `coverage` was answered.
     """
 
     schema_version: Literal[1] = 1
@@ -538,25 +562,29 @@ class RiskThreshold(Record):
 
     @property
     def promise(self) -> dict[str, float]:
-        """What holds for the answers at or above the threshold."""
+        """The guarantee for the answers at or above the threshold."""
         return {"risk": self.risk, "confidence_level": 1.0 - self.delta, "coverage": self.coverage}
 
 
 def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThreshold:
-    """Find the threshold for final answers and write it.
+    """Find a confidence at or above which at most a given share of the final answers is wrong, and write it.
+
+    The calibrator and the confidence at which sampling stops (`--stop`) must come from other questions. Otherwise the
+    answers look better than those to new questions, and the guarantee fails.
 
     Args:
         path: Final answers with their manifest.
         risk: Largest share of wrong answers.
-        delta: Probability with which the promise may fail.
+        delta: Probability with which this guarantee may fail.
         out: The file to write.
 
     Raises:
-        DataError: These are not final answers, their calibrator or their stop was chosen on the same questions, or no
-            threshold can promise the risk.
+        DataError: These are not final answers, the calibrator or the stop comes from the same questions, or no
+            threshold can guarantee the risk.
     """
-    with text_files.open_input(path):  # refuses a folder, and what is missing
-        notes = final_notes(path)
+    with text_files.open_input(path):
+        pass  # raises for a folder or a missing file, for which `final_notes` would return {}
+    notes = final_notes(path)
     if "protocol" not in notes:
         raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
     shared_questions = notes.get("fitted_on")
@@ -564,7 +592,8 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         raise DataError(path, None, f"the calibrator was fitted on {shared_questions} of these questions: use others")
     stop = notes.get("own_stop")
     if stop is not None:
-        raise DataError(path, None, f"--stop {stop} was chosen on these questions: use others, and give it there")
+        problem = f"--stop {stop} was chosen on these questions: use others, and give catto select this --stop"
+        raise DataError(path, None, problem)
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     threshold = find_threshold(read_graded(path), risk, delta, made_with)
     record_files.write_record(out, threshold)
@@ -572,13 +601,16 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
 
 
 def find_threshold(answers: GradedAnswers, risk: float, delta: float, made_with: Mapping[str, Any]) -> RiskThreshold:
-    """Find the threshold for answers with calibrated confidences; DataError where none can promise the risk.
+    """Find the threshold for answers with calibrated confidences.
 
     Args:
         answers: One answer per question.
         risk: Largest share of wrong answers.
-        delta: Probability with which the promise may fail.
-        made_with: `protocol` of the answers, digest of the `calibrator`, and `models`.
+        delta: Probability with which this guarantee may fail.
+        made_with: The `protocol` of the answers, the digest of the `calibrator`, and the `models`.
+
+    Raises:
+        DataError: No threshold can guarantee the risk.
     """
     path = answers.source
     fitted = threshold_for_risk(answers.confidence, answers.correct, risk, delta)

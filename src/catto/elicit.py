@@ -1,9 +1,9 @@
-"""Confidences other than a label's own probability: agreement, P(True) and the stated one.
+"""Confidences other than the label's own probability: agreement, P(True) and the stated confidence.
 
-They work for questions with labels and without. The responses are generated once, so all kinds describe the same
-answers. Next to `predictions.jsonl` are `predictions.generations.jsonl` with the responses and, for P(True),
-`predictions.judgements.jsonl` with one judgement, labelled True or False, of every distinct answer of a question. Both
-resume after a kill; the predictions are then put together without a model.
+They work for questions with and without labels. The responses are generated once, so all kinds describe the same
+answers. Two files next to `predictions.jsonl` store what the model writes, and both resume after a kill:
+`predictions.generations.jsonl` has the responses and, for P(True), `predictions.judgements.jsonl` has one judgement
+(True or False) for each distinct answer to a question. The predictions are made from these files without a model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from catto.records import (
 )
 
 RIGHT, WRONG = JUDGEMENT_LABELS
-# A judgement that a server cannot be made to begin is written by the model: `<answer>`, a word, `</answer>`.
+# Enough for a whole judgement, `<answer>`, a word and `</answer>`, from a server that cannot continue a begun response.
 JUDGEMENT_TOKENS = 32
 
 
@@ -72,16 +72,16 @@ def evaluate_kinds(
     Args:
         engine: The engine that runs the model.
         questions: The questions.
-        kinds: The first is the predictions' `confidence`; all are in `confidences`.
-        equivalent: Whether two answers mean the same; None compares them after normalisation.
-        **options: The fields of `EvaluationRunSettings`; `stated` follows from the kinds.
+        kinds: The first one becomes the predictions' `confidence`; all of them are in `confidences`.
+        equivalent: Decides whether two answers mean the same; None compares them after normalisation.
+        **options: The fields of `EvaluationRunSettings`; `stated` is set according to the kinds.
 
     Returns:
         The predictions in the order of the questions, then of the samples. A missing confidence is None in
         `confidences` and 0 in `confidence`.
 
     Raises:
-        ValueError: The kinds do not go with the questions or with k.
+        ValueError: The kinds do not work with these questions or with this k.
     """
     listed = list(questions)
     settings = EvaluationRunSettings(**options)
@@ -94,7 +94,7 @@ def evaluate_kinds(
 
 
 def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> list[ConfidenceKind]:
-    """Return the kinds, or raise ValueError if they do not go with the questions or with the number of samples."""
+    """Return the kinds, or raise ValueError if they do not work with the questions or with the number of samples."""
     if not kinds:
         raise ValueError("no kind of confidence is given")
     known: list[ConfidenceKind] = []
@@ -115,7 +115,7 @@ def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> 
 
 
 def sibling_path(path: Path, name: str) -> Path:
-    """Return the file beside the predictions with this content.
+    """Return the path of a file next to the predictions, named after its content.
 
     >>> sibling_path(Path("predictions.jsonl"), "judgements").name
     'predictions.judgements.jsonl'
@@ -130,11 +130,11 @@ class Proposal(NamedTuple):
     """An answer to judge.
 
     Attributes:
-        id: Names the judgement: the question's id and the number of the answer among its distinct ones.
+        id: The id of the judgement: the question's id and the number of the answer among the distinct answers to it.
         question: The question.
         text: The answer as the first sample wrote it.
         choice: The label or the normalised answer.
-        is_right: Whether it is right; the model does not see it.
+        is_right: Whether the answer is right; this is not shown to the model.
     """
 
     id: str
@@ -157,15 +157,16 @@ class Proposal(NamedTuple):
 
 
 class JudgementRun(EvaluationRun):
-    """Asks a model whether proposed answers are right; P(True) is the probability of one label at one position.
+    """Asks a model whether proposed answers are right; P(True) is the probability of the label `True`.
 
-    Nothing is generated where the engine scores tokens, or where a server continues a begun response: the answer block
-    is opened and the next token is the label.
+    The model usually generates nothing: its response is begun with an open answer block, and the next token is the
+    label. Only a server that cannot continue a begun response writes the whole judgement.
     """
 
     def generate_responses(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
-        """Return an empty response to each judgement, to be closed; or what a server writes if it cannot continue."""
-        if self.engine.tokenizer is None and not self._readable_server.can_continue:
+        """Return empty responses, whose answer block is opened when they are read, or a server's own judgements."""
+        is_server = self.engine.tokenizer is None
+        if is_server and not self._readable_server.can_continue:
             return super().generate_responses(keys)
         self.todo.clear()
         return chain(self._begin_responses(keys), self._continue_responses())
@@ -186,7 +187,10 @@ class JudgementRun(EvaluationRun):
             )
 
     def _continue_responses(self) -> Iterator[Generation | Refusal]:
-        """Yield the replies of a server to the begun responses, which reading has put into `todo`."""
+        """Yield a server's continuations of the begun responses.
+
+        Reading an empty response puts a request to continue it into `todo`. This runs after all of them were read.
+        """
         if self.todo:
             yield from self.engine.generate(self.todo)
 
@@ -198,19 +202,19 @@ def judge_answers(
 
     Args:
         engine: The engine.
-        proposals: The answers to judge, with different ids.
-        settings: `reasoning` is that of the questions' own prompts, `out` the file of judgements.
+        proposals: The answers to judge, with distinct ids.
+        settings: `reasoning` is the setting of the questions' own prompts; `out` is the file of judgements.
 
     Returns:
-        The id of a proposal -> its judgement; without those that a server refused.
+        The id of a proposal -> its judgement. Proposals that a server refused are left out.
     """
     if not proposals:
         return {}
     chats: dict[str, tuple[Message, ...]] = {}
     for proposal in proposals:
         chats[proposal.id] = render_judgement(proposal.question, proposal.text, reasoning=settings.reasoning)
-    once = replace(settings, k=1, temperature=0.0, max_tokens=JUDGEMENT_TOKENS, stated=False)
-    run = JudgementRun(engine, [proposal.as_question() for proposal in proposals], once, chats)
+    judgement_settings = replace(settings, k=1, temperature=0.0, max_tokens=JUDGEMENT_TOKENS, stated=False)
+    run = JudgementRun(engine, [proposal.as_question() for proposal in proposals], judgement_settings, chats)
     judgements = run.collect(Prediction, run.answer_keys)
     return {judgement.question: judgement for judgement in judgements}
 
@@ -218,8 +222,8 @@ def judge_answers(
 def read_ptrue(judgement: Prediction | Answer) -> float | None:
     """Return P(True): the full-vocabulary probability of the label True.
 
-    A server shows the best candidates only: where True is not among them its probability counts as 0, and None means
-    that neither label is.
+    A server shows only the most probable tokens. The result is 0 if True is not among them, and None if neither label
+    is.
     """
     if judgement.label is None:
         return None
@@ -231,7 +235,7 @@ def read_ptrue(judgement: Prediction | Answer) -> float | None:
 
 
 def convert_logprob(logprob: float) -> float:
-    """Return the probability, at most 1 where the logarithm was rounded up.
+    """Return the probability, clipped to 1 because rounding may raise its logarithm above 0.
 
     >>> convert_logprob(1e-9)
     1.0
@@ -251,7 +255,7 @@ class Elicitation:
         questions: The questions.
         kinds: The kinds of confidence, the main one first.
         settings: How the questions are asked.
-        equivalent: Whether two answers mean the same; None compares them after normalisation.
+        equivalent: Decides whether two answers mean the same; None compares them after normalisation.
     """
 
     engine: Engine
@@ -261,19 +265,19 @@ class Elicitation:
     equivalent: Equivalent | None = None
 
     def make_predictions(self) -> list[Prediction]:
-        """Generate, read, judge and write the predictions."""
+        """Generate responses, read and judge the answers, and write the predictions."""
         stated = "verbal" in self.kinds
-        asked = replace(self.settings, stated=stated, out=self._sibling("generations"))
-        run = EvaluationRun(self.engine, self.questions, asked)
+        generation_settings = replace(self.settings, stated=stated, out=self._sibling("generations"))
+        run = EvaluationRun(self.engine, self.questions, generation_settings)
         generations = run.collect(ScoredGeneration, run.score_keys)
-        texts: dict[Key, str] = {}  # the answers as they are written
+        texts: dict[Key, str] = {}  # the answers as the model wrote them
         predictions = self._read_label_answers(generations, texts, stated=stated)
         predictions += self._read_short_answers(generations, texts)
         predictions.sort(key=lambda prediction: run.keys[prediction.key])
         proposals: list[Proposal] = []
         if "ptrue" in self.kinds:
             proposals = self._propose_answers(predictions, texts)
-        # Judged before answers are merged, so that the stored judgements serve any notion of equivalence.
+        # Answers are judged before they are merged, so the stored judgements can be used with any `equivalent`.
         ptrue = self._judge(proposals)
         predictions = self._add_confidences(self._merge_answers(predictions), ptrue)
         if self.settings.out is not None:
@@ -288,7 +292,7 @@ class Elicitation:
     def _read_label_answers(
         self, generations: Sequence[ScoredGeneration], texts: dict[Key, str], *, stated: bool
     ) -> list[Prediction]:
-        """Read the responses to questions with labels, as without other kinds of confidence."""
+        """Read the responses to questions with labels, as `evaluate` does, and add the labels to `texts`."""
         labelled = [question for question in self.questions if question.has_labels]
         if not labelled:
             return []
@@ -301,15 +305,15 @@ class Elicitation:
             reasoning=self.settings.reasoning,
             stated=stated,
         )
-        own = [generation for generation in generations if generation.question in ids]
-        predictions = read(self.engine, labelled, own, **sampling)
+        generations_with_labels = [generation for generation in generations if generation.question in ids]
+        predictions = read(self.engine, labelled, generations_with_labels, **sampling)
         for prediction in predictions:
             if prediction.label is not None:
                 texts[prediction.key] = prediction.label
         return predictions
 
     def _read_short_answers(self, generations: Sequence[Generation], texts: dict[Key, str]) -> list[Prediction]:
-        """Read and grade the responses to questions without labels."""
+        """Read and grade the responses to questions without labels, and add the answers to `texts`."""
         question_of = {question.id: question for question in self.questions if not question.has_labels}
         temperatures = self.settings.temperature
         predictions = []
@@ -324,11 +328,13 @@ class Elicitation:
             if answer.text is not None:
                 texts[generation.key] = answer.text
             temperature = temperatures if isinstance(temperatures, int | float) else temperatures[generation.sample]
-            unlabelled = Answer(None, answer.source or "none", 0.0, None, None)
+            without_label = Answer(
+                label=None, source=answer.source or "none", confidence=0.0, label_logprobs=None, logsumexp=None
+            )
             prediction = make_prediction(
                 question,
                 generation,
-                unlabelled,
+                without_label,
                 temperature=temperature,
                 seed=self.settings.seed,
                 engine=self.engine.name,
@@ -337,13 +343,13 @@ class Elicitation:
         return predictions
 
     def _merge_answers(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Replace each short answer of a question by the first that means the same."""
+        """Replace each short answer to a question by the first one that means the same."""
         if self.equivalent is None:
             return list(predictions)
         return merge_predictions(predictions, self.equivalent)
 
     def _propose_answers(self, predictions: Sequence[Prediction], texts: Mapping[Key, str]) -> list[Proposal]:
-        """Return the distinct answers of every question, in the words of the first sample with each."""
+        """Return the distinct answers to every question, each as the first sample with this answer wrote it."""
         question_of = {question.id: question for question in self.questions}
         proposals: list[Proposal] = []
         number_of: dict[str, int] = {}
@@ -366,7 +372,7 @@ class Elicitation:
         return proposals
 
     def _judge(self, proposals: Sequence[Proposal]) -> dict[tuple[str, str], float | None]:
-        """Return P(True) of every answer, by the question's id and the answer."""
+        """Return a map from the question's id and the answer to P(True)."""
         settings = replace(self.settings, out=self._sibling("judgements"))
         judgements = judge_answers(self.engine, proposals, settings)
         ptrue_of: dict[tuple[str, str], float | None] = {}
@@ -401,7 +407,7 @@ class Elicitation:
     def _write(
         self, out: Path, run: EvaluationRun, predictions: Sequence[Prediction], proposals: Sequence[Proposal]
     ) -> None:
-        """Write the predictions, and list the refused requests next to them."""
+        """Write the predictions, and the refused requests to a file next to them."""
         generations = self._sibling("generations")
         assert generations is not None
         refusals = run.read_published(generations, ScoredGeneration).refusals
@@ -433,7 +439,7 @@ class Elicitation:
         return manifest.model_copy(update={"counts": counts, "notes": notes, "recipe_hash": identity})
 
     def _count_judgement_tokens(self, proposals: Sequence[Proposal]) -> int:
-        """Count the tokens that judging reads; 0 where the engine has no tokenizer and so does not say."""
+        """Count the prompt tokens of the judgements; return 0 for an engine without a tokenizer, which cannot tell."""
         if self.engine.tokenizer is None:
             return 0
         total = 0
@@ -444,16 +450,16 @@ class Elicitation:
 
 
 def merge_predictions(predictions: Sequence[Prediction], equivalent: Equivalent) -> list[Prediction]:
-    """Replace each short answer of a question by the first that means the same, in the order of the samples.
+    """Replace each short answer to a question by the first one, in the order of the samples, that means the same.
 
-    Labels stay as they are. Votes and agreement then count equivalent answers together.
+    Labels do not change. Votes and agreement then count equivalent answers together.
 
     Args:
         predictions: Any number of samples of each question.
-        equivalent: Whether two answers mean the same.
+        equivalent: Decides whether two answers mean the same.
 
     Returns:
-        The predictions in their order.
+        The predictions in the given order.
     """
     by_question: dict[str, list[Prediction]] = {}
     for prediction in predictions:
@@ -472,10 +478,10 @@ class KindSummary(NamedTuple):
 
     Attributes:
         kind: The kind.
-        ece: The expected calibration error, 20 bins.
+        ece: The expected calibration error, with 20 bins.
         brier: The mean squared error of the confidence.
-        auroc: The probability that a right answer has more confidence than a wrong one; nan without either.
-        missing: Number of predictions without it, which count as 0.
+        auroc: The probability that a right answer has more confidence than a wrong one; nan unless there are both.
+        missing: Number of predictions without this confidence, which count as 0.
     """
 
     kind: ConfidenceKind
@@ -505,18 +511,18 @@ def summarise_kinds(predictions: Sequence[Prediction], kinds: Sequence[Confidenc
 
 
 def choose_kind(predictions: Sequence[Prediction], kind: ConfidenceKind) -> list[Prediction]:
-    """Make another of the stored kinds the confidence of every prediction; a missing one counts as 0.
+    """Use one of the stored kinds as the confidence of every prediction; a missing confidence counts as 0.
 
     Raises:
-        ValueError: A prediction was not asked for this kind.
+        ValueError: A prediction does not store this kind.
     """
     chosen = []
     for prediction in predictions:
-        known = prediction.confidences or {}
-        if kind not in known:
-            stored = ", ".join(known) or "label"
-            raise ValueError(f"confidence kind {kind}: {prediction.name} has {stored}")
-        update = {"confidence": known[kind] or 0.0, "confidence_kind": kind}
+        confidences = prediction.confidences or {}
+        if kind not in confidences:
+            stored_kinds = ", ".join(confidences) or "label"
+            raise ValueError(f"confidence kind {kind}: {prediction.name} has {stored_kinds}")
+        update = {"confidence": confidences[kind] or 0.0, "confidence_kind": kind}
         chosen.append(prediction.model_copy(update=update))
     return chosen
 

@@ -1,4 +1,4 @@
-"""Error messages about bad input: one short line with the place, the expectation and the actual value."""
+"""Error messages about bad input: one short line that says where, what was expected, and the actual value."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-# A message is read in a terminal, which the content of a file must not fill.
+# A message is read in a terminal; the content of a file must not fill it.
 MOST_CHARACTERS = 500
-# Maximum nesting of lists and objects; a record has four levels.
+# Maximum nesting depth of lists and objects; a record has four levels.
 MOST_DEPTH = 64
 TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
-UNKNOWN = object()  # an input that is not available
+UNKNOWN = object()  # stands for a validated value that is not available
 # Characters that move the cursor, change colours or reverse letters in a terminal; line breaks and tabs stay.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -47,10 +47,10 @@ class DataError(ValueError):
 def data_errors_at(
     source: str | Path, row: int | None = None, value: object = UNKNOWN, field: str = ""
 ) -> Iterator[None]:
-    """Turn a ValueError into a DataError with a place; a DataError passes unchanged.
+    """Turn a ValueError into a DataError that says where the problem is; a DataError passes unchanged.
 
     Args:
-        source: The file, or another name of the input.
+        source: The file, or another name for the input.
         row: The row in the file.
         value: The value that pydantic validates inside the block.
         field: Text to put before the message, such as `notes: `.
@@ -77,7 +77,7 @@ def shorten_text(text: str, most: int = MOST_CHARACTERS) -> str:
 
     Args:
         text: The text.
-        most: Maximum number of characters of the result.
+        most: Maximum length of the result in characters.
 
     Returns:
         The shortened text.
@@ -139,14 +139,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON, or raise ValueError in plain words. A key that occurs twice in an object is an error.
+    """Parse JSON; raise a ValueError with a plain message. A key that occurs twice in one object is an error.
 
     >>> parse_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     ValueError: key 'a' occurs twice in one object
     """
     # pydantic's parser is several times as fast as Python's, but keeps the last of two equal keys. If the parsed
-    # object has as many keys as the text has `":`, no duplicate was dropped. This needs colons right behind the quotes.
+    # object has as many keys as the text has `":`, no duplicate was dropped. This needs colons right after the quotes.
     try:
         value = from_json(text)
     except ValueError:
@@ -155,7 +155,7 @@ def parse_json(text: str) -> Any:
     if has_space_before_colon:
         return _parse_strictly(text)
     written_keys = text.count('":')
-    # An object inside this one would add keys of its own. The shortcut halves the time of most lines.
+    # A nested object would add its own keys to `written_keys`. Most lines are flat, and this halves their time.
     is_flat = type(value) is dict and "[" not in text and len(value) == written_keys
     if is_flat or _count_keys(value) == written_keys:
         return value
@@ -163,7 +163,7 @@ def parse_json(text: str) -> Any:
 
 
 def _count_keys(value: Any, depth_left: int = MOST_DEPTH) -> int:
-    """Count the keys of all objects; refuse nesting that later recursion over the value may not survive."""
+    """Count the keys of all objects; raise ValueError for nesting so deep that recursive code might fail on it."""
     if type(value) not in (dict, list):
         return 0
     if depth_left == 0:
@@ -175,28 +175,28 @@ def _count_keys(value: Any, depth_left: int = MOST_DEPTH) -> int:
         count = 0
         items = value
     for item in items:
-        if type(item) in (dict, list):  # `isinstance` of a union costs ten times as much
+        if type(item) in (dict, list):  # `isinstance` with a union takes ten times as long
             count += _count_keys(item, depth_left - 1)
     return count
 
 
 def _parse_strictly(text: str) -> Any:
-    """Parse JSON with Python's parser, which says what is wrong; `_DECODER` refuses duplicate keys."""
+    """Parse JSON with Python's parser, whose errors say what is wrong; `_DECODER` refuses duplicate keys."""
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}"
         if error.lineno > 1:
             place = f"line {error.lineno} {place}"
-        reason = error.msg.removesuffix(" at")  # some of Python's messages end in it
+        reason = error.msg.removesuffix(" at")  # some of Python's messages end with "at"
         raise ValueError(f"not JSON: {reason} at {place}") from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except ValueError as error:
-        if "digits" in str(error):  # Python's own limit on the conversion, in its own words
-            raise ValueError("a whole number of more digits than can be read") from None
+        if "digits" in str(error):  # Python limits the digits of an integer that it converts
+            raise ValueError("a whole number with more digits than can be read") from None
         raise
-    _count_keys(value)  # raises where the value is nested too deeply
+    _count_keys(value)  # raises if the value is nested too deeply
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # such text cannot be written, hashed or printed
@@ -213,7 +213,7 @@ def _build_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-# Made once: `json.loads` with options makes a decoder per call, which doubles the time of a line.
+# Made once, because `json.loads` with options makes a new decoder for every call, which doubles the time per line.
 _DECODER = json.JSONDecoder(object_pairs_hook=_build_unique_dict)
 
 
@@ -228,9 +228,9 @@ def describe_first_problem(error: ValidationError, value: object = UNKNOWN) -> s
         The field, what was expected, and the actual value.
     """
     field_path, message = find_first_problem(error, value)
-    further = error.error_count() - 1
-    if further > 0:
-        message = f"{message} (and {further} more)"
+    other_problems = error.error_count() - 1
+    if other_problems > 0:
+        message = f"{message} (and {other_problems} more)"
     if not field_path:
         return message
     return f"{'.'.join(field_path)}: {message}"
@@ -239,8 +239,8 @@ def describe_first_problem(error: ValidationError, value: object = UNKNOWN) -> s
 def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple[list[str], str]:
     """Return the field of the first problem of `value`, and what is wrong with it.
 
-    pydantic puts the members of a union into its paths (`files.train.str`). Only the parts that exist in `value` are
-    kept, and the expectations of the members are joined by `or`.
+    pydantic adds the member of a union to the path of a field (`files.train.str`) and reports each member as a problem
+    of its own. Only the parts of the path that exist in `value` are kept, and the expectations are joined by `or`.
 
     Args:
         error: The error.
@@ -251,7 +251,7 @@ def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
         The path of the field, empty for the whole value, and a message.
     """
     problems = [_locate_problem(details, value) for details in error.errors(include_url=False)]
-    # A misspelled key is unknown, and the intended key is missing: the unknown key says more, wherever it is.
+    # A misspelled key gives two problems: an unknown key and a missing one. The unknown key says more.
     unknown_keys = [problem for problem in problems if problem.kind == "extra_forbidden"]
     if unknown_keys and problems[0].kind == "missing":
         problems = unknown_keys
@@ -263,11 +263,11 @@ def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
 
 
 class _LocatedProblem(NamedTuple):
-    """A problem of pydantic, found in the validated value.
+    """A problem that pydantic reports, located in the validated value.
 
     Attributes:
         details: What pydantic says about the problem.
-        field_path: The path of its field.
+        field_path: The path of the field.
         actual: The value of the field; for a missing field, the value of the object around it.
     """
 
@@ -281,12 +281,12 @@ class _LocatedProblem(NamedTuple):
 
     @property
     def is_about_key(self) -> bool:
-        """Whether a key of a dict is wrong: pydantic puts `[key]` behind the key."""
+        """Whether the problem is a key of a dict; pydantic then ends the location with `[key]`."""
         return bool(self.details["loc"][-1:] == ("[key]",))
 
 
 def _join_expectations(messages: Iterable[str]) -> str:
-    """Join "expected a" and "expected b" to "expected a or b"; any other message replaces the rest."""
+    """Join "expected a" and "expected b" to "expected a or b"; if a message has a different form, return the first."""
     distinct = list(dict.fromkeys(messages))
     if not all(message.startswith("expected ") for message in distinct):
         return distinct[0]
@@ -295,9 +295,9 @@ def _join_expectations(messages: Iterable[str]) -> str:
 
 
 def _complete_message(message: str, problem: _LocatedProblem) -> str:
-    """Add the actual value to a message, or that it is about a key; a message that says enough stays as it is."""
-    is_from_own_validator = problem.kind == "value_error"
-    if is_from_own_validator:
+    """Add the actual value to a message, or that a key is wrong; leave a message unchanged if it says enough."""
+    is_from_our_validator = problem.kind == "value_error"
+    if is_from_our_validator:
         return message
     if problem.is_about_key:
         return f"{message} as the key"
@@ -306,9 +306,9 @@ def _complete_message(message: str, problem: _LocatedProblem) -> str:
     return f"{message}, got {_SHORT.repr(problem.actual)}"
 
 
-# The actual value would add nothing to these messages, or would be the whole input.
+# Kinds of problems whose actual value would add nothing to the message, or would be the whole input.
 _SELF_EXPLAINING = ("missing", "union_tag_not_found", "extra_forbidden", "json_invalid")
-# pydantic's type of error -> message.
+# pydantic's type of error -> our message.
 _EXPECTED = {
     "missing": "missing",
     "union_tag_not_found": "missing",
@@ -338,6 +338,7 @@ _EXPECTED = {
 
 
 def _describe_expectation(details: Any) -> str:
+    """Return our message for a problem that pydantic reports; without one, pydantic's own message."""
     kind = details["type"]
     context = details.get("ctx", {})
     if kind in _EXPECTED:
@@ -358,7 +359,7 @@ def _count_entries(count: int) -> str:
 
 
 def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
-    """Find the parts of the problem's path that exist in the value, with the name of a missing field.
+    """Find the parts of the problem's path that exist in the value; the name of a missing field is kept too.
 
     If the value is UNKNOWN, all parts are kept, and the actual value is the input that pydantic reports.
     """
@@ -366,14 +367,14 @@ def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
     if value is UNKNOWN:
         return _LocatedProblem(problem, tuple(map(str, location)), problem["input"])
     is_about_union_tag = problem["type"].startswith("union_tag")
-    if is_about_union_tag:  # pydantic's path ends at the object that holds the tag
+    if is_about_union_tag:  # pydantic's path ends at the object that has the tag
         location = (*location, problem["ctx"]["discriminator"].strip("'"))
     actual = value
     parts: list[str] = []
     for part in location:
         try:
             actual = actual[part]
-        except (KeyError, IndexError, TypeError):  # the member of a union, or the name of a missing field
+        except (KeyError, IndexError, TypeError):  # `part` is the member of a union or the name of a missing field
             is_missing_field = part == location[-1] and _EXPECTED.get(problem["type"]) == "missing"
             if not is_missing_field:
                 continue
@@ -384,8 +385,8 @@ def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
 def find_field(fields: Mapping[str, Any], name: str) -> Any:
     """Return a field of a row; raise ValueError if it is missing.
 
-    `a.b` is b inside a, and `a.0` is the first entry of a list a. If a is a list, `a.b` lists b of every entry. A field
-    whose own name is `a.b` comes first.
+    `a.b` is field b inside a, and `a.0` is the first entry of a list a. If a is a list, `a.b` lists b of every entry. A
+    field that is itself named `a.b` takes precedence.
 
     >>> find_field({"choices": [{"text": "red"}, {"text": "blue"}]}, "choices.text")
     ['red', 'blue']

@@ -1,9 +1,10 @@
 """Measure a file of confidences: read it into columns, then compute each metric with its interval and null band.
 
-A row has a confidence and whether the answer was right. The confidence is the column `confidence`, else the probability
-of the answer in `label_logprobs` (label -> log-probability). An answer is right by the column `correct`, else if
-`label == gold`, else if the top label of `label_logprobs` is `gold`. The first row decides; later rows must have the
-same columns. `ColumnNames` names other columns; `catto.formats` brings logs of other tools into this form.
+A row has a confidence and says whether the answer was right. The confidence is the column `confidence`, else the
+probability of the answer in `label_logprobs` (label -> log-probability). Whether an answer is right is the column
+`correct`, else `label == gold`, else whether the top label of `label_logprobs` is `gold`. The first row decides which
+columns are read, and later rows must have the same ones. `ColumnNames` gives the columns other names, and
+`catto.formats` converts logs of other tools to this form.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from catto.metrics.statistics import Method, bootstrap_table, null_table
 from catto.recipe.settings import FEW_QUESTIONS
 
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
-# Mean confidence minus accuracy. It has a row of its own, whichever metrics are chosen.
+# Mean confidence minus accuracy. It has its own row, whichever metrics are chosen.
 GAP = "gap"
 RESAMPLES = 1000
-# Above so many rows there are fewer resamples: 200 still place the 2.5 % quantile.
+# Above this many rows there are fewer resamples: 200 are still enough to estimate the 2.5 % quantile.
 MANY_ROWS = 200_000
 FEW_RESAMPLES = 200
 
@@ -43,11 +44,11 @@ class MeasureSettings:
 
     Attributes:
         metrics: Names in METRICS; `gap` may be among them.
-        bins: Number of bins of binned metrics.
+        bins: Number of bins for binned metrics.
         resamples: Number of bootstrap resamples. None means 1000, or 200 above 200,000 rows.
-        level: Level of the intervals.
+        level: Confidence level of the intervals.
         method: Kind of bootstrap interval.
-        seed: Seed of the resamples.
+        seed: Seed for the resamples.
     """
 
     metrics: tuple[str, ...] = HEADLINE
@@ -58,27 +59,27 @@ class MeasureSettings:
     seed: int = 0
 
     def draws(self, rows: int) -> int:
-        """Return the number of resamples for so many rows."""
+        """Return the number of resamples for this number of rows."""
         if self.resamples:
             return self.resamples
         return RESAMPLES if rows <= MANY_ROWS else FEW_RESAMPLES
 
     def options(self, runs: Sequence[Answers], tick: Tick) -> BootstrapOptions:
-        """Return how these runs are resampled."""
+        """Return the options for resampling these runs."""
         most_rows = max(np.size(run.confidence) for run in runs)
         return {"resamples": self.draws(most_rows), "level": self.level, "seed": self.seed, "tick": tick}
 
     def steps(self, rows: int) -> int:
-        """Return how often `measure_runs` ticks for a run of so many rows.
+        """Return how often `measure_runs` ticks for a run with this number of rows.
 
-        It ticks once per resample, and once per simulation where a metric has a null band.
+        It ticks once per resample and, if a metric has a null band, once per simulation.
         """
         draws = self.draws(rows)
         has_null_band = any(METRICS[name].calibration for name in self.metrics)
         return 2 * draws if has_null_band else draws
 
     def functions(self) -> dict[str, MetricFunction]:
-        """Return the function of each metric, with the bins filled in."""
+        """Return the function of each metric, with the number of bins filled in."""
         functions: dict[str, MetricFunction] = {}
         for name in self.metrics:
             function = _find_function(name)
@@ -96,7 +97,7 @@ def _find_function(name: str) -> MetricFunction:
 
 @dataclass(frozen=True)
 class MetricResult:
-    """One metric: its value and interval, and for calibration metrics the null band."""
+    """One metric: its value, its interval and, for calibration metrics, the null band."""
 
     interval: Interval
     null: NullBand | None
@@ -107,13 +108,13 @@ def measure_runs(
 ) -> dict[str, MetricResult]:
     """Measure the metrics of one run of a model, or their mean over several runs.
 
-    An interval that does not contain its value is removed, see `drop_invalid_interval`. That of `gap` is kept: it is a
-    mean over rows, whose interval is valid.
+    An interval that does not contain its value is removed, see `drop_invalid_interval`. The interval of `gap` is always
+    kept: a gap is a mean over rows, and its interval is valid.
 
     Args:
         runs: The runs.
-        settings: The metrics, among them `gap` if wanted, and how they are resampled.
-        tick: Called once per resample and simulation.
+        settings: The metrics, which may include `gap`, and how they are resampled.
+        tick: Called once per resample and once per simulation.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
     >>> measure_runs([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
@@ -149,8 +150,8 @@ def compare_runs(
         a: The runs of one method.
         b: The runs of the other, in the same order.
         settings: The metrics and how they are resampled.
-        swaps: Largest number of swaps of the test, if more than the resamples.
-        tick: Called once per resample and swap.
+        swaps: Maximum number of swaps in the test, if larger than the number of resamples.
+        tick: Called once per resample and once per swap.
     """
     comparisons = compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
     return {name: drop_invalid_interval(comparison) for name, comparison in comparisons.items()}
@@ -165,7 +166,7 @@ class Summary:
         questions: Number of questions; None if the file does not name them.
         accuracy: Share of right answers.
         mean_confidence: Mean confidence.
-        gap: Mean confidence minus accuracy. Its interval has nominal coverage; that of an ECE may not.
+        gap: Mean confidence minus accuracy. Its interval has nominal coverage; the interval of an ECE may not.
         debiased_ece: The debiased ECE.
         sources: How the answers were parsed; None if the file does not say.
         fallback_rate: Share of forced answers; None if the file does not say.
@@ -197,7 +198,7 @@ class Summary:
 def summarise_answers(
     answers: GradedAnswers, settings: MeasureSettings | None = None, tick: Tick = lambda: None
 ) -> Summary:
-    """Measure the answers of a file: the metrics of the settings, and `gap` and the debiased ECE in any case.
+    """Measure the answers of a file: the metrics in the settings, and always `gap` and the debiased ECE.
 
     Args:
         answers: The answers.
@@ -205,7 +206,7 @@ def summarise_answers(
         tick: Called `settings.steps(rows)` times.
 
     Returns:
-        The numbers; their `settings` hold the number of resamples that were drawn.
+        The numbers. Their `settings` have the number of resamples that were drawn.
     """
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
@@ -237,10 +238,11 @@ def summarise_answers(
 
 
 def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
-    """Return whether the mean confidence is measurably off; one mean may show it where the noise of bins hides it.
+    """Return whether the mean confidence is measurably off: whether the interval of the gap excludes 0.
 
-    The interval of the gap must exclude 0. It is too narrow to be trusted in two cases, where the answer is False:
-    for few questions, and for answers that are all right or all wrong, whose accuracy no resample changes.
+    A single mean may show a gap that the noise of the bins hides in the ECE. In two cases the interval is too narrow to
+    be trusted, and the result is False: with few questions, and if all answers are right or all are wrong, because
+    resampling then never changes the accuracy.
 
     Args:
         gap: Mean confidence minus accuracy.
@@ -255,12 +257,12 @@ def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
 
 
 def describe_verdict(summary: Summary) -> str | None:
-    """Return one sentence on what the ECE means: below, above or within what a calibrated model scores by chance.
+    """Return one sentence that says whether the ECE is below, above or within what a calibrated model scores by chance.
 
-    None if the ECE was not measured, or if too many answers were forced or are missing.
+    The result is None if the ECE was not measured, or if too many answers were forced or are missing.
     """
     ece = summary.metrics.get("ece")
-    # There is a warning if too many answers were forced: the ECE would describe the fallback, not the model.
+    # The warning says that too many answers were forced: the ECE would then describe the fallback, not the model.
     has_warning = summary.warning is not None
     if ece is None or ece.null is None or has_warning:
         return None
@@ -275,7 +277,7 @@ def describe_verdict(summary: Summary) -> str | None:
     direction = "over" if gap_points > 0 else "under"
     confident = f"{direction}confident by {abs(gap_points):.1f} points on average"
     if ece_points > 100 * ece.null.high:
-        # |gap| <= ECE. If it is less than half of it, bins that are too sure and bins that are not cancel out.
+        # |gap| <= ECE. If it is less than half the ECE, overconfident and underconfident bins largely cancel out.
         signs_cancel = abs(gap_points) < ece_points / 2
         if signs_cancel:
             mixed = f"too sure in some bins and not sure enough in others, {gap_points:+.1f} points on average"
@@ -288,6 +290,7 @@ def describe_verdict(summary: Summary) -> str | None:
 
 
 def _describe_chance(null: NullBand, level: float) -> str:
+    """Describe the null band; a level other than the default is mentioned."""
     cases = ""
     is_default_level = level == MeasureSettings.level
     if not is_default_level:
@@ -297,7 +300,7 @@ def _describe_chance(null: NullBand, level: float) -> str:
 
 
 def explain_missing_interval(summary: Summary) -> list[str]:
-    """Return a sentence for each calibration metric whose interval was removed: what to read instead."""
+    """Return a sentence for each calibration metric whose interval was removed, with the numbers to read instead."""
     gap = summary.gap
     shift = f"mean confidence minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     sentences = []
@@ -305,8 +308,7 @@ def explain_missing_interval(summary: Summary) -> list[str]:
         was_removed = metric.interval.reason is not None
         if not was_removed or metric.null is None:
             continue
-        chance = f"by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}"
-        instead = [chance]
+        instead = [f"by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}"]
         if name != "debiased_ece":
             instead.append(f"debiased ECE {100 * summary.debiased_ece:.1f}")
         instead.append(shift)

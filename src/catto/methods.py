@@ -1,8 +1,8 @@
-"""The METHODS table: what each method of the comparison is, as data.
+"""The METHODS table, which defines each method of the comparison as data.
 
-A method starts from a model (the base model, the SFT model or the DPO model of the same budget), is trained with one
-objective, and has learning rates, epochs and a number of pairs. Values are the paper's. A suffix of SCALINGS rescales
-the confidence of any of them, by a temperature or by a weight and a bias for each label, as in
+A method starts from a model: the base model, the SFT model or the DPO model of the same budget. It is trained with one
+objective and has learning rates, epochs and a number of pairs. The values are the paper's. A suffix from SCALINGS
+rescales the confidence of any method, by a temperature or by a weight and a bias for each label:
 `find_method("dpo+outcome+ts")`.
 """
 
@@ -14,22 +14,24 @@ from typing import Any, Literal
 
 Budget = Literal["paper", "matched"]
 Stage = Literal["base", "sft", "preference", "rcft", "scaling"]
-# The model from which a recipe's methods start: one that SFT has trained, or the given model itself.
+# The model that a recipe's methods start from: the SFT model, or the given base model itself.
 Start = Literal["sft", "base"]
 Calibration = Literal["none", "catto", "bce", "l1", "brier", "outcome", "replay"]
-# The third stream beside the pairs: unfiltered samples of the SFT model, or right responses to the same questions.
+# Responses that are trained on in addition to the pairs: unfiltered samples of the SFT model, or right responses to the
+# same questions.
 Stream = Literal["none", "sampled", "right"]
-# The confidence that a temperature rescales: of the whole vocabulary, or normalised over the labels.
+# The confidence that a temperature rescales: over the whole vocabulary, or normalised over the labels.
 Rescaled = Literal["raw", "normalized"]
 # The tokens of a response that the preference loss reads: all of them, or those before the label.
 PreferenceTokens = Literal["all", "reasoning"]
 
-# How a confidence is rescaled: by a temperature of either, or by a weight and a bias for each label.
+# How a method rescales: by a temperature for one of the two confidences, or by a weight and a bias for each label.
 ScalingKind = Literal["raw", "normalized", "vector"]
 
 AMONG_LABELS = "+tl"
 BY_VECTOR = "+vs"
-# Suffixes of methods with a rescaled confidence: of the whole vocabulary, as in the paper, or among the labels alone.
+# Suffixes of methods whose confidence is rescaled. `+ts` rescales over the whole vocabulary, as in the paper, and the
+# others among the labels alone.
 SCALINGS: Mapping[str, str] = {
     "+ts": "temperature scaling",
     AMONG_LABELS: "scaling among labels",
@@ -38,7 +40,7 @@ SCALINGS: Mapping[str, str] = {
 
 BUDGETS: tuple[Budget, ...] = ("paper", "matched")
 _SURROGATE: tuple[Calibration, ...] = ("catto", "bce", "l1", "brier")
-# Lambda, the default weight of a calibration term: the paper's 0.1; ours for `outcome` and `replay`.
+# Lambda, the default weight of a calibration term: 0.1 as in the paper, and our own choice for `outcome` and `replay`.
 WEIGHTS: Mapping[Calibration, float] = dict.fromkeys(_SURROGATE, 0.1) | {"none": 0.0, "outcome": 1.0, "replay": 1.0}
 # Which calibration terms read which option of `CATTOConfig`.
 TERM_OPTIONS: Mapping[str, tuple[Calibration, ...]] = {
@@ -56,7 +58,7 @@ TERM_OPTIONS: Mapping[str, tuple[Calibration, ...]] = {
 
 @dataclass(frozen=True)
 class Effort:
-    """How much a method trains: epochs over how many pairs (None: all of them)."""
+    """How much a method trains: the number of epochs, and the number of pairs (None means all)."""
 
     epochs: int
     pairs: int | None = None
@@ -67,30 +69,30 @@ class Method:
     """One row of the comparison."""
 
     title: str
-    start: str  # "base", or the method whose model it starts from
+    start: str  # "base", or the method whose model this one starts from
     stage: Stage
     effort: Mapping[Budget, Effort]
     learning_rates: tuple[float, ...] = ()  # one is chosen by validation ECE
     batch_size: int = 4
-    label_smoothing: float = 0.0  # of SFT's labels, or of the preferences as TRL's loss types read it
+    label_smoothing: float = 0.0  # for the labels in SFT; for preferences, what TRL's loss types make of it
     calibration: Calibration = "none"
-    rcft_weight: float = 0.0  # of RCFT's ECE term; 0 is CFT
+    rcft_weight: float = 0.0  # weight of RCFT's ECE term; 0 means CFT
     stream: Stream = "none"
-    preference_loss: bool = True  # False: the calibration term alone, on as many steps
+    preference_loss: bool = True  # False means the calibration term alone, for as many steps
     loss_type: tuple[str, ...] = ()  # TRL's loss types, added with equal weights; empty: the recipe's, or TRL's default
     preference_tokens: PreferenceTokens = "all"
-    only_from: Start | None = None  # recipes with another start cannot have it
+    only_from: Start | None = None  # recipes with a different start cannot use the method
 
     @property
     def budgeted(self) -> bool:
-        """Whether the two budgets give different models, by this method's own effort or by its start's."""
+        """Whether the two budgets give different models: this method, or the one it starts from, trains differently."""
         if self.effort["paper"] != self.effort["matched"]:
             return True
         return self.start != "base" and METHODS[self.start].budgeted
 
     @property
     def group(self) -> Literal["Base", "SFT", "DPO"]:
-        """The block of the paper's tables that lists the method."""
+        """The block of the paper's tables in which the method is listed."""
         if self.only_from == "base":
             return "Base"
         if self.stage == "preference":
@@ -116,22 +118,22 @@ METHODS: dict[str, Method] = {
     "dpo+bce": replace(_PREFERENCE, title="DPO + BCE", calibration="bce"),
     "dpo+catto": replace(_PREFERENCE, title="DPO + CATTO", calibration="catto"),
     "dpo+outcome": _OUTCOME,
-    # Controls of `dpo+outcome`: as much supervision without a proper score, the score without preferences, the score
-    # without further responses.
+    # Controls for `dpo+outcome`: the same amount of supervision without a proper score, the score without preferences,
+    # and the score without additional responses.
     "dpo+replay": replace(_PREFERENCE, title="DPO + replay", calibration="replay", stream="right"),
     "sft+outcome": replace(_OUTCOME, title="SFT + outcome", preference_loss=False, only_from="sft"),
     "base+outcome": replace(_OUTCOME, title="Base + outcome", preference_loss=False, only_from="base"),
     "dpo+outcome-pairs": replace(_OUTCOME, title="DPO + outcome on pairs", stream="none"),
-    # Preferences on the reasoning, a proper score on the label; and its control, the preferences without the score.
+    # The preference loss on the reasoning and a proper score on the label; the control has no score.
     "dpo+decoupled": _DECOUPLED,
     "dpo+decoupled+sft": replace(_DECOUPLED, title="DPO + outcome, decoupled, + SFT", loss_type=("sigmoid", "sft")),
     "dpo+reasoning": replace(_PREFERENCE, title="DPO on the reasoning", preference_tokens="reasoning"),
-    # First the score, then the preferences: the reference of the preference loss is then a calibrated model. The score
-    # goes on in the first of the two and stops in its control.
+    # First the score, then the preferences, so that the reference model of the preference loss is calibrated.
+    # `outcome+dpo` is a control, in which training on the score stops when the preferences begin.
     "outcome+decoupled": replace(_DECOUPLED, title="Outcome, then decoupled DPO", start="sft+outcome", only_from="sft"),
     "outcome+dpo": replace(_PREFERENCE, title="Outcome, then DPO", start="sft+outcome", only_from="sft"),
     "outcome+dpo+outcome": replace(_OUTCOME, title="Outcome, then DPO + outcome", start="sft+outcome", only_from="sft"),
-    # Controls of `dpo`: other losses on the same pairs. 0.1 is the assumed share of preferences that are the wrong way.
+    # Controls for `dpo`: other losses on the same pairs. 0.1 is the assumed share of preferences that are reversed.
     "ipo": replace(_PREFERENCE, title="IPO", loss_type=("ipo",)),
     "dpo+robust": replace(_PREFERENCE, title="Robust DPO", loss_type=("robust",), label_smoothing=0.1),
     "dpo+sft": replace(_PREFERENCE, title="DPO + SFT", loss_type=("sigmoid", "sft")),
@@ -139,7 +141,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """Return an entry of METHODS; for a name with a suffix of SCALINGS, make one with a rescaled confidence.
+    """Return an entry of METHODS; for a name with a suffix from SCALINGS, make an entry with a rescaled confidence.
 
     Raises:
         KeyError: There is no such method; see `is_known_method`.
@@ -155,7 +157,7 @@ def find_method(name: str) -> Method:
 
 
 def strip_scaling(name: str) -> str:
-    """Return the name of the method whose model it is: without the suffix of its scaling.
+    """Return the name of a method without the suffix of its scaling.
 
     >>> strip_scaling("dpo+catto+ts"), strip_scaling("dpo+catto")
     ('dpo+catto', 'dpo+catto')
@@ -167,7 +169,7 @@ def strip_scaling(name: str) -> str:
 
 
 def scaled_kind(name: str) -> ScalingKind:
-    """Return how a method rescales: by a temperature of the whole vocabulary or among the labels, or by a vector.
+    """Return how a method rescales: by a temperature over the whole vocabulary or among the labels, or by a vector.
 
     >>> scaled_kind("dpo+ts"), scaled_kind("dpo+tl"), scaled_kind("dpo+vs")
     ('raw', 'normalized', 'vector')
@@ -178,7 +180,7 @@ def scaled_kind(name: str) -> ScalingKind:
 
 
 def start_of(row: Method, start: Start) -> str:
-    """Return from which method's model a method starts in a recipe with this start.
+    """Return the method whose model a method starts from, in a recipe with this start.
 
     >>> start_of(METHODS["dpo"], "sft"), start_of(METHODS["dpo"], "base"), start_of(METHODS["cft"], "base")
     ('sft', 'base', 'dpo')
@@ -187,7 +189,7 @@ def start_of(row: Method, start: Start) -> str:
 
 
 def methods_from(start: Start) -> tuple[str, ...]:
-    """Return the methods that a recipe with this start can have.
+    """Return the methods that a recipe with this start can use.
 
     >>> methods_from("base")[:2], methods_from("sft")[:2]
     (('base', 'dpo'), ('sft', 'sft+ls'))
@@ -196,7 +198,7 @@ def methods_from(start: Start) -> tuple[str, ...]:
 
 
 def is_known_method(name: str) -> bool:
-    """Return whether there is a method of this name.
+    """Return whether there is a method with this name.
 
     >>> is_known_method("dpo+ts"), is_known_method("dpo+ts+ts")
     (True, False)
@@ -205,7 +207,7 @@ def is_known_method(name: str) -> bool:
 
 
 def method_sort_key(name: str) -> tuple[int, int, str]:
-    """Return a sort key: methods as METHODS lists them, each before its scalings, unknown ones last.
+    """Return a sort key: methods in the order of METHODS, each followed by its scalings, unknown methods last.
 
     >>> sorted(["dpo", "sft+tl", "sft+ts", "mine", "sft"], key=method_sort_key)
     ['sft', 'sft+ts', 'sft+tl', 'dpo', 'mine']
@@ -213,12 +215,12 @@ def method_sort_key(name: str) -> tuple[int, int, str]:
     start = strip_scaling(name)
     names = list(METHODS)
     suffixes = ["", *SCALINGS]
-    place = names.index(start) if start in METHODS else len(names)
-    return place, suffixes.index(name.removeprefix(start)), name
+    position = names.index(start) if start in METHODS else len(names)
+    return position, suffixes.index(name.removeprefix(start)), name
 
 
 def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the options of `CATTOConfig` that the method itself sets: a recipe gives them to the other methods.
+    """Leave out the options of `CATTOConfig` that the method sets itself; a recipe's values are for other methods.
 
     >>> without_overridden(METHODS["ipo"], {"beta": 0.2, "loss_type": "sigmoid"})
     {'beta': 0.2}
@@ -232,7 +234,7 @@ def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def options_read_by(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep only the options this calibration term uses, and those that belong to no term.
+    """Keep the options that this calibration term uses, and those that belong to no term.
 
     >>> options_read_by("none", {"beta": 0.2, "calibration_weight": 5.0})
     {'beta': 0.2}

@@ -1,4 +1,4 @@
-"""The calibrator and the threshold in a model's folder, next to its weights: fit, store and load them.
+"""Fit, store and load a model's calibrator and threshold, which are in its folder next to the weights.
 
 `catto calibrate fit --model FOLDER` writes them. `catto eval`, `catto serve` and `catto.load_calibrator` find them.
 """
@@ -42,7 +42,7 @@ THRESHOLD_FILE = "catto_threshold.json"
 CARD_FILE = "README.md"
 CARD_START = "<!-- written by catto calibrate -->"
 CARD_END = "<!-- end of catto calibrate -->"
-# Answers of `catto eval`: one sample per question, which every rule chooses.
+# The rule of answers from `catto eval`. They have one sample per question, which every rule chooses.
 ONE_SAMPLE = "most confident"
 
 
@@ -66,7 +66,7 @@ class ModelCalibration:
 
     Attributes:
         fitted: The calibrator.
-        threshold: The confidence above which errors are rare; None without one.
+        threshold: The threshold, at or above which errors are rare; None if there is none.
     """
 
     fitted: Fitted
@@ -76,11 +76,11 @@ class ModelCalibration:
         """Return the most probable label and its calibrated confidence.
 
         Args:
-            logits: (V,) logits of the next token at the position of the label: an array, or a torch tensor.
-            label_ids: The id of each label's first token, as it is written at this position (after a space or not).
+            logits: (V,) logits of the next token at the position of the label, as an array or a torch tensor.
+            label_ids: Label -> id of its first token, in the form used at this position (after a space or not).
 
         Raises:
-            ValueError: The calibrator is for a choice among several samples, or the logits are not of shape (V,).
+            ValueError: The calibrator is for a choice among several samples, or the shape of the logits is not (V,).
 
         >>> from catto.metrics.calibrators import Temperature
         >>> calibration = ModelCalibration(Fitted(Temperature(tau=2.0)))
@@ -103,12 +103,12 @@ class ModelCalibration:
 
 
 def _as_array(logits: Any) -> Floats:
-    """Return float64 logits, also of a torch tensor in bfloat16, on a GPU or with a gradient."""
+    """Return the logits in float64; a torch tensor may be in bfloat16, on a GPU or require a gradient."""
     if hasattr(logits, "detach"):
         logits = logits.detach().float().cpu().numpy()
     array = np.asarray(logits, dtype=np.float64)
     if array.ndim != 1:
-        raise ValueError(f"logits have shape {array.shape}, expected (V,): those of one position")
+        raise ValueError(f"logits have shape {array.shape}, expected (V,): the logits at one position")
     return array
 
 
@@ -122,10 +122,10 @@ def load_calibrator(path: str | Path) -> ModelCalibration:
     """Load a model's calibrator, and its threshold if there is one.
 
     Args:
-        path: The model's folder, or a calibrator file of `catto calibrate fit --out`, which has no threshold.
+        path: The model's folder, or a calibrator file from `catto calibrate fit --out`, which has no threshold.
 
     Raises:
-        DataError: There is no calibrator, or the threshold was fitted with another one.
+        DataError: There is no calibrator, or the threshold was fitted with a different calibrator.
 
     >>> import tempfile
     >>> from catto.metrics.calibrators import Temperature
@@ -143,7 +143,7 @@ def load_calibrator(path: str | Path) -> ModelCalibration:
         return ModelCalibration(fitted)
     threshold = read_record(threshold_path, RiskThreshold)
     if threshold.calibrator != fitted.digest:
-        raise DataError(threshold_path, None, f"was fitted with another calibrator than {CALIBRATOR_FILE}")
+        raise DataError(threshold_path, None, f"was fitted with a different calibrator than {CALIBRATOR_FILE}")
     return ModelCalibration(fitted, threshold)
 
 
@@ -159,10 +159,9 @@ class AnswerOrigin(NamedTuple):
     """What a file says about how its answers were made.
 
     Attributes:
-        names: Its columns; the confidence of a gateway's log is the one before calibration.
-        usable_rows: Rows that were made in this way, counted from 0; None means all.
-        protocol: How an answer was made of samples; None if the file does not say, or if they were made in several
-            ways.
+        names: Names of the columns. For the log of a gateway, the confidence is the one before calibration.
+        usable_rows: Rows made with `protocol` by `models`, counted from 0; None means all.
+        protocol: How an answer was made from samples; None if the file does not say, or if there were several ways.
         models: The models that answered; empty if the file does not say.
     """
 
@@ -173,11 +172,11 @@ class AnswerOrigin(NamedTuple):
 
 
 class RiskTarget(NamedTuple):
-    """The promise that a threshold is wanted for.
+    """The guarantee that a threshold should give.
 
     Attributes:
         risk: Largest share of wrong answers.
-        delta: Probability with which the promise may fail.
+        delta: Probability with which the guarantee may fail.
     """
 
     risk: float
@@ -188,9 +187,9 @@ class ModelFit(NamedTuple):
     """A calibration and the answers to judge it by.
 
     Attributes:
-        calibration: The calibrator and the threshold.
-        answers: The answers that found the threshold; without one, those that fitted the calibrator. Their confidences
-            are the model's own.
+        calibration: The calibrator, and the threshold if there is one.
+        answers: The answers that the threshold was fitted on, or without a threshold those that the calibrator was
+            fitted on. Their confidences are not calibrated.
         calibrated: (N,) calibrated confidences of these answers.
     """
 
@@ -204,8 +203,8 @@ def fit_model(
 ) -> ModelFit:
     """Fit a calibrator, and a threshold if there is a target. Nothing is written.
 
-    With a target the questions are split in two halves by the digests of their ids: one fits the calibrator, the
-    other one finds the threshold.
+    With a target, the questions are split into two halves by the digests of their ids: the calibrator is fitted on one
+    half, and the threshold on the other.
 
     Args:
         path: Answers of `catto eval` or `catto select`, or the log of `catto serve`. Without a target, any answers.
@@ -213,13 +212,13 @@ def fit_model(
         on: Whether the calibrator reads the confidence or the label log-probabilities.
         names: Names of the columns.
         unparsed: Whether forced answers count as wrong.
-        target: The promise that a threshold is wanted for; None fits no threshold.
+        target: The guarantee that the threshold should give; None fits no threshold.
 
     Returns:
         The calibrator and the threshold, and the answers to judge them by.
 
     Raises:
-        DataError: No threshold can promise the target, or the file does not say how its answers were made.
+        DataError: No threshold can guarantee the target, or the file does not say how its answers were made.
     """
     origin = describe_origin(path, names)
     answers = read_uncalibrated(path, origin.names, unparsed)
@@ -242,14 +241,14 @@ def fit_model(
 
 
 def _calibrate_answers(fitted: Fitted, answers: GradedAnswers, names: ColumnNames) -> Floats:
-    """Return calibrated confidences. An answer without a label gets 0, as in `catto select` and `catto serve`. (N,)."""
+    """Return calibrated confidences, (N,). An answer without a label gets 0, as in `catto select` and `catto serve`."""
     calibrated = fitted.calibrate_answers(answers, names)
     has_label = _read_has_label(answers.source, names)
     return np.where(has_label, calibrated, 0.0)
 
 
 def _read_has_label(path: Path, names: ColumnNames) -> Bools:
-    """Read the file again for which answers have a label; where rows have no labels, all have. -> (N,)."""
+    """Read from the file which answers have a label, (N,); if there is no column for labels, all are True."""
     column = names.prediction or "label"
     has_label = []
     for _, fields in read_answers(path, names):
@@ -262,7 +261,7 @@ def describe_origin(path: Path, names: ColumnNames) -> AnswerOrigin:
     """Find out how the answers of a file were made, from its manifest or its rows.
 
     Raises:
-        DataError: There are no answers, or the log of a gateway has none to fit on.
+        DataError: There are no answers, or the log of a gateway has no answers to fit on.
     """
     notes = final_notes(path)
     if notes:
@@ -281,7 +280,7 @@ def describe_origin(path: Path, names: ColumnNames) -> AnswerOrigin:
 
 
 def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
-    """Describe predictions of `catto eval` as answers of one sample; of several temperatures there is no protocol."""
+    """Describe predictions of `catto eval` as answers of one sample each; several temperatures give no protocol."""
     models = tuple(sorted({str(row["model"]) for row in rows}))
     temperatures = {row["temperature"] for row in rows}
     if len(temperatures) > 1:
@@ -298,45 +297,48 @@ def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]])
 
 
 def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
-    """Describe a gateway's log: its answers of the most frequent protocol and model since the last alarm.
+    """Describe the answers in a gateway's log since the last alarm that have the most frequent protocol and model.
 
     Raises:
         DataError: There are no answers since the last alarm, or they were chosen among several samples.
     """
-    start = 0
+    first_row = 0
     for row, fields in enumerate(rows):
         is_alarm = (fields.get("evidence") or 0.0) >= ALARM_LIMIT
         if is_alarm:
-            start = row + 1
+            first_row = row + 1
     made_by = []
-    for fields in rows[start:]:
+    for fields in rows[first_row:]:
         protocol = Protocol.model_validate(fields["protocol"])
         made_by.append((protocol, str(fields["model"])))
     if not made_by:
-        raise DataError(path, None, "no answers with feedback since its last alarm: collect some first")
+        raise DataError(path, None, "no answers with feedback since the last alarm: collect some first")
     [(most_frequent, _)] = Counter(made_by).most_common(1)
     protocol, model = most_frequent
     if protocol.k > 1:
-        problem = "its log has the confidence of one sample only: fit on catto select's answers"
+        problem = "the log has the confidence of only one sample: fit on the answers of catto select"
         raise DataError(path, None, f"answers were chosen among {protocol.k} samples, and {problem}")
-    usable_rows = [start + index for index, maker in enumerate(made_by) if maker == most_frequent]
+    usable_rows = []
+    for row, maker in enumerate(made_by, first_row):
+        if maker == most_frequent:
+            usable_rows.append(row)
     return AnswerOrigin(replace(names, confidence="confidence_raw"), usable_rows, protocol, (model,))
 
 
 def _refuse_unfit_answers(path: Path, origin: AnswerOrigin, answers: GradedAnswers) -> None:
-    """Raise DataError for answers from which no threshold can be found."""
+    """Raise DataError for answers that no threshold can be fitted on."""
     if origin.protocol is None:
-        expected = "one temperature of catto eval, final answers of catto select, or the log of catto serve"
-        raise DataError(path, None, f"does not say how its answers were made; a threshold needs answers of {expected}")
+        expected = "answers of catto eval at one temperature, of catto select, or the log of catto serve"
+        raise DataError(path, None, f"does not say how its answers were made; a threshold needs {expected}")
     one_answer_per_question = answers.questions == len(answers)
     if not one_answer_per_question:
-        raise DataError(path, None, "several answers per question: choose final ones with catto select --out")
+        raise DataError(path, None, "several answers per question: choose one of them with catto select --out")
 
 
 def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Split rows into two halves by the digests of their questions, so that their order in the file does not matter.
+    """Split rows into two halves by the digests of their questions, so the order in the file does not matter.
 
-    The answers name their questions: `_refuse_unfit_answers` has checked it.
+    Every answer names its question, as `_refuse_unfit_answers` has checked.
     """
     questions = answers.question or []
     ordered = sorted(rows, key=lambda row: sha256(questions[row].encode()).hexdigest())
@@ -345,17 +347,17 @@ def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[Seque
 
 
 def store_calibration(folder: Path, calibration: ModelCalibration, *, fitted_on: str) -> list[str]:
-    """Write calibrator and threshold into a model's folder and mention them in its card.
+    """Write the calibrator and the threshold to a model's folder and describe them in the model card.
 
-    The threshold of an earlier calibrator is deleted first, so that a kill cannot leave it next to the new calibrator.
+    An old threshold is deleted first, so that a kill cannot leave it next to the new calibrator.
 
     Args:
         folder: The model's folder.
         calibration: The calibrator, and the threshold if there is one.
-        fitted_on: Name of the file it was fitted on.
+        fitted_on: Name of the file that it was fitted on.
 
     Returns:
-        The names of the files.
+        The names of the written files.
     """
     threshold_path = folder / THRESHOLD_FILE
     threshold_path.unlink(missing_ok=True)
@@ -370,9 +372,9 @@ def store_calibration(folder: Path, calibration: ModelCalibration, *, fitted_on:
 
 
 def _write_card_section(card: Path, calibration: ModelCalibration) -> None:
-    """Put the section on calibration into a model card: in the place of an earlier one, else at the end."""
+    """Write the section on calibration into a model card: in place of an older one, else at the end."""
     text = card.read_text(encoding="utf-8") if card.exists() else ""
-    before, _, from_section_on = text.partition(CARD_START)  # without an earlier section, all text is before
+    before, _, from_section_on = text.partition(CARD_START)  # without an older section, `before` is the whole text
     _, _, after = from_section_on.partition(CARD_END)
     section = "\n".join([CARD_START, *_describe_calibration(calibration), CARD_END])
     parts = [part.strip() for part in (before, section, after) if part.strip()]

@@ -244,7 +244,7 @@ def test_a_promise_cannot_be_had_from_the_answers_that_a_calibrator_was_fitted_o
     run(capsys, "calibrate", "apply", tau, tmp_path / "rows.jsonl", "--out", calibrated)
     rule = ("--k", "4", "--rule", "most confident", "--out", final)
     refused = run(capsys, "select", calibrated, *rule)
-    assert (refused.code, "the samples are calibrated already" in refused.err) == (2, True)
+    assert (refused.code, "the samples are already calibrated" in refused.err) == (2, True)
     again = run(capsys, "calibrate", "fit", calibrated, "--out", tmp_path / "twice.json")
     assert (again.code, "calibrated before" in again.err) == (2, True)
     unknown = read_manifest(tau)

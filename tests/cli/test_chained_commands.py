@@ -111,7 +111,7 @@ def test_apply_then_apply_is_refused(evaluated: Path, tmp_path: Path) -> None:
     succeeded("calibrate", "fit", predictions(evaluated, "validation"), "--out", fitted)
     succeeded("calibrate", "apply", fitted, predictions(evaluated, "test"), "--out", calibrated)
     told = refused("calibrate", "apply", fitted, calibrated, "--out", tmp_path / "twice.jsonl")
-    assert "calibrated.jsonl row 1: confidence_raw: there already" in told
+    assert "calibrated.jsonl row 1: confidence_raw: already there" in told
     assert "is the input" in refused("calibrate", "apply", fitted, calibrated, "--out", calibrated)
 
 

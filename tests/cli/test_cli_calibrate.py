@@ -191,7 +191,7 @@ def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Ca
     again = (tmp_path / "c.json", tmp_path / "new.jsonl", "--on", "confidence", "--out", tmp_path / "twice.jsonl")
     done = run(capsys, "calibrate", "apply", *again)
     assert done.code == 2
-    assert "new.jsonl row 1: confidence_raw: there already" in done.err
+    assert "new.jsonl row 1: confidence_raw: already there" in done.err
     assert not (tmp_path / "twice.jsonl").exists()
 
 
@@ -207,7 +207,7 @@ def test_a_file_is_calibrated_once_and_never_in_place(tmp_path: Path, capsys: Ca
         (("fit", "one.jsonl", "--on", "labels", "--out", "c.json"), "one.jsonl row 1: label_logprobs: missing"),
         (("fit", "one.jsonl", "--out", "one.jsonl/c.json"), "one.jsonl: "),
         (("fit", "one.jsonl", "--out", "c.pkl"), "--out: c.pkl must end in .json"),
-        (("apply", "alone.json", "one.jsonl", "--out", "n.jsonl"), "copy it beside the calibrator too"),
+        (("apply", "alone.json", "one.jsonl", "--out", "n.jsonl"), "copy it next to the calibrator too"),
         (("apply", "alone.json", "one.jsonl", "--out", "n.csv"), "must end in .jsonl"),
         (("apply", "broken.json", "one.jsonl", "--out", "n.jsonl"), "broken.json: "),
         (("apply", "none.json", "one.jsonl", "--out", "n.jsonl"), "none.json: No such file"),

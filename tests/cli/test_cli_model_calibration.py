@@ -141,7 +141,7 @@ def test_a_gateways_log_is_fitted_on_its_answers_since_the_last_alarm(
     assert (threshold.protocol.model_dump(), threshold.models) == (PROTOCOL, ("my-model",))
 
     done = fit(capsys, write_lines(tmp_path / "log.jsonl", before), model)
-    assert (done.code, "no answers with feedback since its last alarm" in done.err) == (2, True)
+    assert (done.code, "no answers with feedback since the last alarm" in done.err) == (2, True)
     voted = log_rows(predictions(), protocol={**PROTOCOL, "k": 4, "temperature": 1.0})
     done = fit(capsys, write_lines(tmp_path / "log.jsonl", voted), model)
     assert (done.code, "chosen among 4 samples" in done.err) == (2, True)
@@ -208,7 +208,7 @@ def test_a_threshold_of_another_calibrator_is_refused(tmp_path: Path, model: Pat
     threshold = (model / THRESHOLD_FILE).read_text()
     fit(capsys, file, model)
     (model / THRESHOLD_FILE).write_text(threshold)
-    with pytest.raises(DataError, match="was fitted with another calibrator"):
+    with pytest.raises(DataError, match="was fitted with a different calibrator"):
         catto.load_calibrator(model)
     with pytest.raises(DataError, match=CALIBRATOR_FILE):
         catto.load_calibrator(tmp_path)

@@ -374,5 +374,5 @@ def test_a_calibrator_without_its_manifest_is_to_be_copied_with_it(
     if arguments == ("select",):
         arguments = ("select", str(rows), "--k", "1", "--rule", "most confident", "--out", str(tmp_path / "o.jsonl"))
     done = run(capsys, *arguments, "--calibrator", tau)
-    missing = "missing: copy it beside the calibrator too (calibrate apply takes --on)"
+    missing = "missing: copy it next to the calibrator too (or use calibrate apply --on)"
     assert (done.code, done.err) == (2, f"catto: {tau}.manifest.json: {missing}\n")

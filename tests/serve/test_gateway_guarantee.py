@@ -66,7 +66,7 @@ def test_the_error_rate_of_the_answers_is_below_the_promised_risk(
         assert (refused.code, ".jsonl" in refused.err) == (2, True)
         run(capsys, "select", tmp_path / "held.jsonl", *rule, "--out", final)
         again = run(capsys, "calibrate", "fit", final, "--out", tmp_path / "twice.json")
-        assert (again.code, "its confidences are calibrated already" in again.err) == (2, True)
+        assert (again.code, "its confidences are already calibrated" in again.err) == (2, True)
         done = run(capsys, "calibrate", "threshold", final, "--target-risk", "0.2", "--out", found)
         assert (done.code, done.err) == (0, "")
         fitted, limit = open_fitted(tau), read_record(found, RiskThreshold)
