@@ -458,7 +458,7 @@ def tasks() -> Iterable[Case]:
         (("witnesses", "--n", "-1"), "--n"),
         (("witnesses", "--split", "dev"), "--split"),
         (("mine", *own, "--fields", "question=stem"), "fields: answer is missing"),
-        (("mine", "--file", "good.jsonl"), "good.jsonl: no field of the answers among"),
+        (("mine", "--file", "good.jsonl"), "good.jsonl: no answer field among"),
         (("mine", *own, "--fields", "question"), "--fields: question: expected name=column"),
         (("mine", *own, "--fields", "question=stem,options=choices,answr=key"), "fields: 'answr' is not one of"),
         (("mine", *own, "--fields", "question=stm,options=choices,answer=key"), "own.jsonl row 1: stm: missing"),

@@ -424,7 +424,7 @@ def test_a_text_that_two_options_share_is_no_answer(tmp_path: Path, capsys: Capt
             "a.lst: 2 answers, expected 3, one for each",
         ),
         (["question=stem,options=choices", "--answers", "test=b.lst"], "b.lst: 4 answers, expected 3, one for each"),
-        ([FIELDS, "--answers", "test=a.lst"], "fields: answer: the answers are in a file of their own"),
+        ([FIELDS, "--answers", "test=a.lst"], "fields: answer: remove this field, since the answers are in a separate"),
         (["question=stem,options=choices", "--answers", "a.lst"], "2 answers, expected 3"),
         (["question=stem,options=choices+other,answer=key"], "row 1: other: missing"),
         (["question={ctx}\\n{stem},options=choices,answer=key"], "row 1: ctx: missing"),

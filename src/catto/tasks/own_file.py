@@ -1,4 +1,4 @@
-"""A user's own file as a task: a map of its fields, stated or proposed from their names and values."""
+"""A user's own file as a task: a map of its fields, either stated or proposed from their names and values."""
 
 from __future__ import annotations
 
@@ -7,31 +7,35 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from catto.errors import DataError, join_names
 from catto.recipe.settings import TaskSettings
 from catto.records import GRADES, SPLITS, Grade, Split, checked_name
 from catto.tasks.answer_map import AnswerMap
-from catto.tasks.benchmarks import TASKS, Files, Task
+from catto.tasks.benchmarks import TASKS, Files, OptionOrder, Task
 from catto.tasks.fields import ANSWER, LETTERS, PLACEHOLDER, FieldMap, SourceRow, Style, find_single_mark
-from catto.tasks.loading import find_rows
+from catto.tasks.loading import RowSource, find_rows
 from catto.tasks.splits import Cut
 
+# Part of the map -> the names of its fields in the file.
 Fields = Mapping[str, str | Sequence[str] | Mapping[str, str]]
-ProposedFields = dict[str, str | list[str]]
+# One field with all options of a row, or a list of columns with one option each.
+OptionFields = str | list[str]
+ProposedFields = dict[str, OptionFields]
 _NEEDED = ("question", "answer")
 _OPTIONAL = ("options", "labels", "id", "group")
 _HELD_OUT_SHARE = 0.1
 
-PROPOSAL_ROWS = 50  # first rows that a proposed map must fit
-# Part of the map -> names of fields that hold it, the likeliest first; of a nested field, its last name.
+PROPOSAL_ROWS = 50  # number of first rows that a proposed map must fit
+# Part of the map -> patterns of usual field names, the likeliest first. For a nested field, they match its last name.
 _USUAL_NAMES = {
     "question": ("question", "(question_)?stem", "query", "goal", "prompt", "sentence", "ctx", "premise", "text"),
     "context": ("passage", "article", "context", "support", "paragraph", "premise"),
     "short answer": ("answers?", "aliases", "targets?", "solution"),
     "answer": ("answer_?key", "answer(_idx)?", "correct_(answer|option)", "cop", "labels?", "gold", "key"),
 }
+# In the names of fields with options, and of fields with wrong options only.
 _OPTIONS = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
 _WRONG = re.compile("distract|incorrect|wrong", re.IGNORECASE)
 _NUMBERED_COLUMN = re.compile(r"(.*?)[ _]?([A-Ja-j]|\d)")  # option_a, option_b; choice1, choice2
@@ -52,24 +56,27 @@ def from_file(
     name: str = "own",
     seeds: Sequence[int] = (),
 ) -> Task:
-    """Make a task of a file, or of one file per split.
+    """Make a task from a file, or from one file per split.
 
-    Without `options` in the map, the questions are answered by a short text or a number.
+    If `fields` has no `options`, the questions are answered by a short text or a number.
 
-    One file is cut into 80 % training, 10 % validation and 10 % test. Training leaves out what any of `seeds` holds
-    out, by default the one seed that is loaded: that leaves 80 % for training, with five seeds a third.
+    Validation and test are cut by seed from the training file, 10 % of its rows each, unless they have a file. A single
+    file is the training file. Training leaves out the questions that any of `seeds` holds out. If both splits are cut,
+    80 % of the rows are left for training with one seed, and about a third with five.
 
     Args:
         path: The file, or split -> file.
-        fields: `question`, `options`, `answer` and, where there are any, `labels`, `id` and `group` -> names in the
-            file. `FieldMap` lists the forms.
-        answer: What the answer is; None infers what fits all rows.
-        answers: A file with one answer per line, instead of a field.
-        labels: The labels in option order that answers use, where the rows have none.
-        grade: How answers without options are compared; None takes `any-of` for a list and `exact` otherwise.
-        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
+        fields: The parts `question`, `answer` and, if there are any, `options`, `labels`, `id` and `group` -> their
+            field names in the file. `FieldMap` and `AnswerMap` describe the forms.
+        answer: The style of the answers: whether they are labels, indices or texts of options. None infers the style
+            that fits all rows.
+        answers: A file with one answer per line, or one such file per split, if the answers are not in a field. Then
+            `fields` has no `answer`.
+        labels: The labels that answers use, in the order of the options, if they are not in a field.
+        grade: How answers without options are compared; None means `any-of` for a list and `exact` otherwise.
+        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
         name: Name of the task.
-        seeds: Seeds whose held-out questions are not trained on.
+        seeds: Seeds whose held-out questions are not trained on; empty means only the seed that is loaded.
 
     Returns:
         The task. The file is not read yet.
@@ -81,45 +88,50 @@ def from_file(
     >>> task.cut.parts
     ('validation', 'test', 'train')
     """
+    files = _list_paths(path)
+    answer_files: Files | None = None
     if answers is not None:
         if "answer" in fields:
-            raise ValueError("fields: answer: the answers are in a file of their own, expected no field for them")
-        if isinstance(path, Mapping) and len(path) > 1 and not isinstance(answers, Mapping):
-            raise ValueError("answers: expected one file for each split that has a file")
+            raise ValueError("fields: answer: remove this field, since the answers are in a separate file")
+        answer_files = _list_answer_paths(answers, files)
         fields = {**fields, "answer": ANSWER}
-    files = _list_paths(path)
-    if answers is not None and not isinstance(answers, Mapping):
-        answers = dict.fromkeys(files, answers)
-    if "options" not in fields:
+    row_map: FieldMap | AnswerMap
+    task_labels: tuple[str, ...]
+    order: OptionOrder
+    if "options" in fields:
+        if grade is not None or tolerance is not None:
+            raise ValueError("grade and tolerance: only for questions without options, remove options from the fields")
+        row_map = field_map(fields, answer, labels)
+        word_labels = _word_labels(row_map)
+        task_labels = word_labels or LETTERS
+        order = _choose_order(row_map, word_labels)
+    else:
         if answer is not None or labels:
             raise ValueError("fields: options is missing: only questions with options have labels or an answer style")
-        return Task(
-            name=checked_name(name, "task"),
-            labels=(),
-            licence="not stated",
-            source=_join_paths(files),
-            maps=(answer_map(fields, grade, tolerance),),
-            cut=_cut_missing_splits(files),
-            seeds=tuple(seeds),
-            files=files,
-            answers=answers,
-        )
-    if grade is not None or tolerance is not None:
-        raise ValueError("grade and tolerance: only for questions without options, remove options from the fields")
-    row_map = field_map(fields, answer, labels)
-    word_labels = _word_labels(row_map)
+        row_map = answer_map(fields, grade, tolerance)
+        task_labels = ()
+        order = Task.order  # has no effect without options
     return Task(
         name=checked_name(name, "task"),
-        labels=word_labels or LETTERS,
+        labels=task_labels,
         licence="not stated",
         source=_join_paths(files),
         maps=(row_map,),
-        order=_choose_order(row_map, word_labels),
+        order=order,
         cut=_cut_missing_splits(files),
         seeds=tuple(seeds),
         files=files,
-        answers=answers,
+        answers=answer_files,
     )
+
+
+def _list_answer_paths(answers: str | Path | Files, files: Files) -> Files:
+    """Return the answer files of each split; one answer file belongs to the only split that has questions."""
+    if isinstance(answers, Mapping):
+        return answers
+    if len(files) > 1:
+        raise ValueError("answers: expected one file for each split that has a file")
+    return dict.fromkeys(files, answers)
 
 
 def _list_paths(path: str | Path | Files) -> dict[Split, Sequence[str | Path]]:
@@ -151,9 +163,9 @@ def _cut_missing_splits(files: Mapping[Split, Sequence[str | Path]]) -> Cut | No
 
 
 def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
-    """Return the options that all rows share if each is a single word, which then is its own label; else none.
+    """Return the options that all rows share if each is a single word, and so can be its own label.
 
-    Empty too if each row has options of its own.
+    Empty if an option has several words or if each row has its own options.
     """
     are_single_words = all(len(option.split()) == 1 for option in row_map.shared_options)
     if not are_single_words:
@@ -161,24 +173,22 @@ def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
     return row_map.shared_options
 
 
-def _choose_order(
-    row_map: FieldMap, word_labels: tuple[str, ...]
-) -> Literal["shuffled", "shuffled unless letters are named", "fixed"]:
+def _choose_order(row_map: FieldMap, word_labels: tuple[str, ...]) -> OptionOrder:
     if word_labels:
         are_letters = word_labels == LETTERS[: len(word_labels)]
         return "fixed" if are_letters else "shuffled"
-    # Where the same column always holds the answer, its position must not show.
+    # If one column always contains the right option, its position must not give the answer away.
     has_answer_column = isinstance(row_map.options, tuple) and row_map.answer in row_map.options
     return "shuffled" if has_answer_column else "shuffled unless letters are named"
 
 
 def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] | None = None) -> FieldMap:
-    """Check the names of a map and make a `FieldMap` of it.
+    """Check the parts of a map and make a `FieldMap` from them.
 
     Args:
-        fields: Part of the map -> the names in the file.
-        style: What the answer is; None if that is still to be inferred.
-        labels: The labels in option order that answers use; a field of labels in `fields` comes before them.
+        fields: Part of the map -> the names of its fields in the file.
+        style: What the answer is; None if this is still to be inferred.
+        labels: The labels that answers use, in the order of the options; `labels` in `fields` takes precedence.
 
     Raises:
         ValueError: A part of the map is unknown or missing, or the style is unknown.
@@ -199,15 +209,16 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
 
 
 def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | None = None) -> AnswerMap:
-    """Check the names of a map without options and make an `AnswerMap` of it.
+    """Check the parts of a map without options and make an `AnswerMap` from them.
 
     Args:
-        fields: Part of the map -> the names in the file.
-        grade: How answers are compared; None is decided by each row.
-        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
+        fields: Part of the map -> the names of its fields in the file.
+        grade: How answers are compared; None means `any-of` for a list and `exact` otherwise.
+        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
 
     Raises:
-        ValueError: A part of the map is unknown or missing, or the grade, the tolerance or labels do not go with it.
+        ValueError: A part of the map is unknown or missing, `fields` has labels, the grade is unknown, or there is a
+            tolerance without the grade `number`.
     """
     _check_names(fields)
     if grade is not None and grade not in GRADES:
@@ -222,7 +233,7 @@ def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | No
 
 
 def _check_names(fields: Fields) -> None:
-    """Raise ValueError for an unknown part of the map, a missing one, or several fields where one is expected."""
+    """Raise ValueError for an unknown part of the map, a missing one, or several fields if one is expected."""
     known = _NEEDED + _OPTIONAL
     for name, value in fields.items():
         if name not in known:
@@ -236,7 +247,7 @@ def _check_names(fields: Fields) -> None:
 
 
 def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | Mapping[str, str]:
-    """Return the question's template, or its fields by the names that a prompt shows; a list names each by itself."""
+    """Return the question's template, or its fields by the names that a prompt shows; a list keeps the field names."""
     if isinstance(question, str):
         template = question.replace("\\n", "\n")  # a line break typed in a shell
         if re.search("[{}]", re.sub(PLACEHOLDER, "", template)):
@@ -248,7 +259,11 @@ def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | 
 
 
 def own_task(name: str, settings: TaskSettings, seeds: Sequence[int] = ()) -> Task:
-    """Make a task of the settings in a recipe or a task file; ValueError if they name no file or contradict."""
+    """Make a task from the settings in a recipe or a task file.
+
+    Raises:
+        ValueError: The settings name no file, or they contradict each other.
+    """
     path = settings.files or settings.path
     if path is None:
         raise ValueError("path or files: the file of the questions is missing")
@@ -257,7 +272,7 @@ def own_task(name: str, settings: TaskSettings, seeds: Sequence[int] = ()) -> Ta
 
 
 def task_name(path: str | Path) -> str:
-    """Return the name of a task that is known by its file alone; it gets `own_` before the name of a benchmark.
+    """Return a name for the task in a file; a file with the name of a benchmark gets the prefix `own_`.
 
     >>> task_name("data/my questions.jsonl.gz")
     'my_questions'
@@ -277,10 +292,10 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
 
     Args:
         files: Split -> its files.
-        answers: Files with one answer per line, if the rows hold no answers.
+        answers: Files with one answer per line, if the rows contain no answers.
 
     Returns:
-        The value of `fields` for `from_file`; without `answer` if there are files of answers.
+        The value of `fields` for `from_file`; without `answer` if there are answer files.
 
     Raises:
         DataError: The files have no rows, or no map fits them.
@@ -292,10 +307,10 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
     >>> propose({"train": path})
     {'question': 'stem', 'options': 'choices', 'answer': 'key'}
     """
-    source = find_rows(Task("own", LETTERS, "", "", files=files, answers=answers), None, None)
-    first_split = source.available[0]
-    rows = list(islice(source.rows(first_split), PROPOSAL_ROWS))
+    source = _find_own_rows(files, answers)
+    rows = _read_first_rows(source)
     if not rows:
+        first_split = source.available[0]
         raise DataError(source.parts[first_split][0].name, None, "has no rows")
     values = _flatten_fields(rows[0].fields)
     has_answer_file = bool(answers)
@@ -312,28 +327,39 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
 
 
 def suggests_numbers(files: Files, fields: Fields, answers: Files | None = None) -> bool:
-    """Return whether the first rows of a map without options all have numbers as answers.
+    """Return whether the answers of the first rows are all numbers, for a map without options.
 
-    False also if the map does not fit a row.
+    False also if the map does not fit one of these rows.
 
     Args:
         files: Split -> its files.
-        fields: Part of the map -> the names in the file.
-        answers: Files with one answer per line, if the rows hold no answers.
+        fields: Part of the map -> the names of its fields in the file.
+        answers: Files with one answer per line, if the rows contain no answers.
     """
-    named = {**fields, "answer": ANSWER} if answers else fields
-    source = find_rows(Task("own", (), "", "", files=files, answers=answers), None, None)
+    if answers:
+        fields = {**fields, "answer": ANSWER}
+    source = _find_own_rows(files, answers)
     try:
-        number_map = answer_map(named, "number")
-        for row in islice(source.rows(source.available[0]), PROPOSAL_ROWS):
+        number_map = answer_map(fields, "number")
+        for row in _read_first_rows(source):
             number_map.parse_row(row.fields)
     except ValueError:
         return False
     return True
 
 
+def _find_own_rows(files: Files, answers: Files | None) -> RowSource:
+    task = Task(name="own", labels=LETTERS, licence="", source="", files=files, answers=answers)
+    return find_rows(task, files=None, data_dir=None)
+
+
+def _read_first_rows(source: RowSource) -> list[SourceRow]:
+    """Return the first rows of the first split."""
+    return list(islice(source.rows(source.available[0]), PROPOSAL_ROWS))
+
+
 def _flatten_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row, and those one level inside them as `outer.inner`."""
+    """Return the fields of a row and, as `outer.inner`, the fields one level inside them."""
     values: dict[str, Any] = {}
     for name, value in fields.items():
         values[name] = value
@@ -344,22 +370,17 @@ def _flatten_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
-    """Yield maps of the fields that their names and values suggest, the likeliest first.
+    """Yield maps with options that the names and values of the fields suggest, the likeliest first.
 
     Args:
         values: Field -> its value in the first row, from `_flatten_fields`.
-        has_answer_file: Whether the answers are in a file of their own.
+        has_answer_file: Whether the answers are in a separate file.
     """
     for options in _candidate_options(values):
-        if has_answer_file:
-            answer_fields = [ANSWER]
-        else:
-            answer_fields = _usual_fields(values, "answer")
-            if isinstance(options, str) and _marks_answer(values.get(options)):
-                answer_fields.insert(0, options)
+        answer_fields = [ANSWER] if has_answer_file else _candidate_answers(values, options)
         for answer in answer_fields:
             option_fields = options
-            if isinstance(options, list) and _WRONG.search(options[0]):  # the columns hold the wrong options only
+            if isinstance(options, list) and _WRONG.search(options[0]):  # the right option is in the answer's column
                 option_fields = [answer, *options]
             used = {answer}
             used.update([option_fields] if isinstance(option_fields, str) else option_fields)
@@ -368,19 +389,31 @@ def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iter
                 yield {"question": question, "options": option_fields, "answer": answer}
 
 
+def _candidate_answers(values: Mapping[str, Any], options: OptionFields) -> list[str]:
+    """Return fields that may contain the answer, the likeliest first.
+
+    The first one is the field of the options if it marks the right option, as in {"red": 1, "blue": 0}.
+    """
+    fields = _usual_fields(values, "answer")
+    if isinstance(options, str) and _marks_answer(values.get(options)):
+        fields.insert(0, options)
+    return fields
+
+
 def _candidate_open_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
-    """Yield maps without options, the likeliest first, unless the rows hold several questions."""
+    """Yield maps without options, the likeliest first, unless a row contains several questions."""
     if any(_holds_several_questions(value) for value in values.values()):
         return
-    for answer in [ANSWER] if has_answer_file else _usual_fields(values, "short answer"):
+    answer_fields = [ANSWER] if has_answer_file else _usual_fields(values, "short answer")
+    for answer in answer_fields:
         question = _propose_question(values, {answer})
         if question is not None:
             yield {"question": question, "answer": answer}
 
 
-def _candidate_options(values: Mapping[str, Any]) -> list[str | list[str]]:
-    """Return fields that may hold the options: lists, objects and numbered columns; last, yes and no for all rows."""
-    candidates: list[str | list[str]] = []
+def _candidate_options(values: Mapping[str, Any]) -> list[OptionFields]:
+    """Return fields that may contain the options: lists, objects and numbered columns, then yes and no for all rows."""
+    candidates: list[OptionFields] = []
     columns_by_stem: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in values.items():
         if isinstance(value, list | dict):
@@ -388,12 +421,12 @@ def _candidate_options(values: Mapping[str, Any]) -> list[str | list[str]]:
         elif isinstance(value, str):
             match = _NUMBERED_COLUMN.fullmatch(name)
             if match is not None:
-                stem = match[1]  # of option_a: option
+                stem = match[1]  # `option` for the column `option_a`
                 columns_by_stem[stem].append(name)
     for columns in columns_by_stem.values():
         if len(columns) > 1:
             candidates.append(columns)
-    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))  # those with a usual name first
+    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))  # usual names first: False sorts before True
     return [*candidates, "yes|no"]
 
 
@@ -409,9 +442,9 @@ def _usual_fields(values: Mapping[str, Any], part: str) -> list[str]:
 
 
 def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
-    """Return the field of the question, or a template with its context; None if no field of text is left.
+    """Return the field of the question, or a template with its context; None if no text field is left.
 
-    A field with a usual name is taken, else the one with the longest text.
+    A field with a usual name comes first, else the one with the longest text.
 
     Args:
         values: Field -> its value in the first row.
@@ -429,12 +462,12 @@ def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
     question = questions[0]
     for context in _usual_fields(values, "context"):
         if context in text_fields and context != question:
-            return f"{{{context}}}\\n{{{question}}}"
+            return f"{{{context}}}\\n{{{question}}}"  # such as {passage}\n{question}
     return question
 
 
 def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
-    """Whether a map can read these rows; a map with options also if more than one answer style fits."""
+    """Return whether a map can read these rows; more than one answer style may fit."""
     try:
         if "options" in fields:
             field_map(fields).infer_style(rows)
@@ -464,14 +497,14 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
             return DataError(file, 1, message)
     names = join_names(list(values))
     if not has_answer_file and not _usual_fields(values, "answer"):
-        hint = "if they are in a file of their own, one per line, give it with --answers"
-        return DataError(file, None, f"no field of the answers among {names}: {hint}")
+        hint = "if the answers are in a separate file, one per line, name it with --answers"
+        return DataError(file, None, f"no answer field among {names}: {hint}")
     request = "state which are the question, the options and the answer (--fields)"
     return DataError(file, None, f"no map fits its fields {names}: {request}")
 
 
 def _marks_answer(value: object) -> bool:
-    """Return whether this is an object of options, of which one has a 1 and the others a 0."""
+    """Return whether this is an object that maps one option to 1 and all others to 0."""
     if not isinstance(value, dict) or len(value) < 2:
         return False
     return find_single_mark(list(value.values())) is not None
