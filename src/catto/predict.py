@@ -1,12 +1,12 @@
-"""Questions -> predictions: generate, find the label in the response, read its probability there.
+"""Turn questions into predictions: generate a response, find the label in it, and read the label's probability there.
 
-The confidence is the raw full-vocabulary probability, at temperature 1, of the label's first token in the form in which
-it was written. `source` is `free` after `<answer>`, `plain` if a response without that tag states its answer. A
-response without an answer is closed and the most probable label taken there: `source` is `fallback`.
+The confidence is the raw probability over the full vocabulary, at temperature 1, of the label's first token in the form
+in which it was written. `source` is `free` for a label after `<answer>`, and `plain` if a response without that tag
+states its answer. A response without an answer is closed, and the most probable label is taken: `source` is `fallback`.
 
-Predictions are stored by whole chunks, cut by the questions alone, in a journal: a killed run resumes behind the last
-whole chunk, with the same batches and so the same numbers. Refused requests are listed in `<name>.refused.jsonl`. A
-server's replies depend on no batch and may be paid for: each is stored as it arrives.
+Predictions are stored in a journal in whole chunks, whose boundaries depend only on the questions. A killed run resumes
+after the last whole chunk, with the same batches and so the same numbers. Refused requests are listed in
+`<name>.refused.jsonl`. A server's replies do not depend on batches and may cost money, so each is stored as it arrives.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", ScoredGeneration, Prediction)
 T = TypeVar("T")
-EvaluationProgress = Callable[[int, int, int], None]  # records done, records in all, correct predictions
+EvaluationProgress = Callable[[int, int, int], None]  # (records so far, all records, correct predictions)
 STOP = ("</answer>",)
 STOP_STATED = ("</confidence>",)
-# This many batches are generated before their predictions are written: a kill loses at most these.
+# Predictions are written after this many batches, so a kill loses at most these.
 BATCHES_PER_CHUNK = 4
 PLURALS: dict[type, str] = {ScoredGeneration: "generations", Prediction: "predictions"}
-OTHER_RUN = "belongs to other settings, questions or another model: give those, or another file"
+OTHER_RUN = "belongs to other settings, questions or a different model: use those, or a different file"
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -85,9 +85,9 @@ class EvaluationRunSettings:
         reasoning: Whether the model is asked to reason before it answers.
         stated: Whether the model is asked to state its confidence after the answer.
         out: The file of records; None writes no file.
-        progress: Called with the records done, the records in all, and the correct predictions.
-        retry_refused: Whether refused requests are asked again.
-        max_refused: Largest share of refused questions; more raises ServerError.
+        progress: Called with the number of records so far, of all records, and of correct predictions.
+        retry_refused: Whether refused requests are sent again.
+        max_refused: Largest share of refused questions; a larger share raises ServerError.
     """
 
     k: int = 1
@@ -108,8 +108,8 @@ class EvaluationRunSettings:
 def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]) -> list[Prediction]:
     """Answer every question k times.
 
-    `out` grows as `<name>.part.jsonl`: a killed run resumes and ends with the same file; a finished one is only read.
-    A request that a server refuses for good has no prediction; it is listed in `<name>.refused.jsonl` with the reason.
+    `out` is written as `<name>.part.jsonl` first: a killed run resumes and gives the same file. A finished file is only
+    read. A request that a server refuses for good has no prediction and is listed in `<name>.refused.jsonl`.
 
     Args:
         engine: The engine that runs the model.
@@ -127,10 +127,10 @@ def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[Ev
 def generate(
     engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]
 ) -> list[ScoredGeneration]:
-    """Generate what `evaluate` with the same options reads: the expensive half of it, resumable in the same way.
+    """Generate the responses that `evaluate` with the same options reads; it resumes in the same way.
 
-    The scores of the labels, as the present parser finds them, are stored with the text: at this point the engine
-    still has what makes them cheap.
+    The scores of the labels, where the current parser finds them, are stored with the text. They are cheap at this
+    point, because the engine still has its states.
 
     Args:
         engine: The engine that runs the model.
@@ -155,12 +155,12 @@ def read(
 ) -> list[Prediction]:
     """Read the labels of `generate`'s generations from the scores stored with them; nothing is generated.
 
-    `read(engine, questions, generate(engine, questions, **options), **options)` is `evaluate(engine, questions,
-    **options)`. The engine scores only labels that another parser finds elsewhere, by a pass over the whole sequence,
-    equal up to float noise.
+    `read(engine, questions, generate(engine, questions, **options), **options)` equals `evaluate(engine, questions,
+    **options)`. The engine is needed only if a different parser version finds a label elsewhere than the stored one. It
+    then scores the label by a pass over the whole sequence, which is equal up to float noise.
 
     Args:
-        engine: The engine that generated, or one like it.
+        engine: The engine that generated the responses, or an equivalent one.
         questions: The questions that were asked.
         generations: The stored generations.
         out: The file of predictions; None writes no file.
@@ -176,7 +176,7 @@ def read(
     not_asked = generation_of.keys() - run.keys.keys()
     if not_asked:
         question, sample = min(not_asked)
-        raise ValueError(f"question {question} sample {sample} was generated and is not asked")
+        raise ValueError(f"question {question} sample {sample} was generated, but is not asked for")
 
     def list_outcomes(keys: Sequence[Key]) -> Iterator[Generation | Refusal]:
         for key in keys:
@@ -185,7 +185,7 @@ def read(
             else:
                 reason = "the request was refused when it was generated"
                 yield Refusal(refused=reason, question=key[0], sample=key[1])
-        # Reading a reply may have added a request to continue it.
+        # Reading a reply may have added a request that continues it.
         if run.todo:
             yield from engine.generate(run.todo)
 
@@ -195,7 +195,7 @@ def read(
 def evaluate_model(
     model: Any, tokenizer: Any, questions: Iterable[Question], *, batch_size: int = 16, **options: Any
 ) -> list[Prediction]:
-    """Run `evaluate` on a loaded model of Transformers, with the same options."""
+    """Run `evaluate` on a loaded Transformers model, with the same options."""
     from catto.engines.transformers import TransformersEngine
 
     return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
@@ -209,7 +209,7 @@ def count_correct(records: Iterable[Sampled]) -> int:
 def make_prediction(
     question: Question, generation: Generation, answer: Answer, *, temperature: float, seed: int, engine: str
 ) -> Prediction:
-    """Make the record of what was read of a response to a question."""
+    """Make the record of the answer that was read from a response to a question."""
     return Prediction(
         question=question.id,
         **question.model_dump(include={"task", "split", "gold"}),
@@ -238,7 +238,7 @@ def describe_answer(generation: Generation, answer: Answer) -> dict[str, Any]:
 
 
 def request_seed(seed: int, question: str, sample: int) -> int:
-    """Hash the seed of one response, 31 bits: servers would draw k equal samples from one seed.
+    """Return the seed of one response, 31 bits of a hash; with one seed for all, servers would draw k equal samples.
 
     Example:
         >>> request_seed(0, "q", 0) == request_seed(0, "q", 0) != request_seed(0, "q", 1)
@@ -247,8 +247,14 @@ def request_seed(seed: int, question: str, sample: int) -> int:
     return int(content_hash([seed, question, sample]), 16) >> 33
 
 
-def check_questions(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
-    """Return the temperature of each sample, or raise ValueError if the questions cannot be asked like this."""
+def check_evaluation(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
+    """Return the temperature of each sample; raise ValueError if the questions cannot be asked with these settings.
+
+    Args:
+        questions: The questions, with distinct ids.
+        k: Samples per question.
+        temperature: One temperature for all samples, or k of them.
+    """
     if k < 1:
         raise ValueError(f"k is {k}, expected at least 1")
     if isinstance(temperature, int | float):
@@ -271,11 +277,12 @@ def chunk_size(batch_size: int, k: int) -> int:
 
 
 def check_settings(path: Path, settings: Mapping[str, object]) -> None:
-    """Refuse the finished file of a run with other settings, as far as they are known before the model is loaded.
+    """Raise DataError if a finished file was made with other settings; this needs no model.
 
     Args:
         path: The file of predictions.
-        settings: Names and values of the manifest's notes; of the engine its kind, without versions.
+        settings: The settings that are known before the model is loaded, named as in the manifest's notes. `engine` is
+            the kind of the engine, without versions.
     """
     if not manifest_path(path).exists():
         return
@@ -284,7 +291,7 @@ def check_settings(path: Path, settings: Mapping[str, object]) -> None:
         stored = notes.get(name, value)
         comparable = stored
         if name == "engine":
-            comparable = stored.split()[0]
+            comparable = stored.split()[0]  # versions follow
         if comparable != value:
             raise DataError(path, None, f"was made with {name} {stored!r}, not {value!r}: {OTHER_RUN}")
 
@@ -306,7 +313,7 @@ def read_refused_requests(path: Path) -> list[Refusal]:
 
 
 class PublishedOutcomes(NamedTuple, Generic[R]):
-    """What a finished file and its file of refusals hold."""
+    """The records of a finished file, and the refusals of the file next to it."""
 
     records: list[R]
     refusals: list[Refusal]
@@ -314,14 +321,14 @@ class PublishedOutcomes(NamedTuple, Generic[R]):
 
 @dataclass
 class RunOutcomes(Generic[R]):
-    """What a run has so far: records and refusals by key, and how many of the records are correct predictions."""
+    """The outcomes of a run so far: records and refusals by key, and the number of correct predictions."""
 
     records: dict[Key, R]
     refusals: dict[Key, Refusal]
     correct: int
 
     def add(self, outcome: R | Refusal) -> None:
-        """Add an outcome; it replaces an older refusal of its key."""
+        """Add an outcome; it replaces an older refusal with the same key."""
         self.refusals.pop(outcome.key, None)
         if isinstance(outcome, Refusal):
             self.refusals[outcome.key] = outcome
@@ -337,7 +344,7 @@ class EvaluationRun:
         engine: The engine that runs the model.
         questions: The questions.
         settings: How they are asked.
-        chats: Question id -> the messages that ask it, where these are not the question's own.
+        chats: Question id -> the messages that ask it; None means that each question is rendered as usual.
     """
 
     def __init__(
@@ -350,7 +357,7 @@ class EvaluationRun:
         listed = list(questions)
         self.engine = engine
         self.settings = settings
-        self.temperatures = check_questions(listed, settings.k, settings.temperature)
+        self.temperatures = check_evaluation(listed, settings.k, settings.temperature)
         self.chunk = chunk_size(engine.batch_size, settings.k)
         self.asked: dict[str, AskedQuestion] = {}
         for question in listed:
@@ -359,26 +366,26 @@ class EvaluationRun:
             else:
                 chat = render_messages(question, reasoning=settings.reasoning, confidence=settings.stated)
             self.asked[question.id] = AskedQuestion(question, chat)
-        self.keys: dict[Key, int] = {}  # every (question, sample) -> its place in the file
+        self.keys: dict[Key, int] = {}  # every (question, sample) -> its position in the file
         for question in listed:
             for sample in range(settings.k):
                 self.keys[question.id, sample] = len(self.keys)
-        # Replies of a server depend on no batch, so each is stored as it arrives.
+        # A server's replies do not depend on batches, so each is stored as it arrives.
         self.stores_each = engine.tokenizer is None
-        self.todo: deque[Request] = deque()
+        self.todo: deque[Request] = deque()  # reading a server's reply may add a request that continues it
 
     # Generate and read
 
     def answer_keys(self, keys: Sequence[Key]) -> Iterator[Prediction | Refusal]:
-        """Generate responses and read them."""
+        """Generate the responses for these keys and read their answers."""
         return self.make_predictions(self.generate_responses(keys))
 
     def score_keys(self, keys: Sequence[Key]) -> Iterator[ScoredGeneration | Refusal]:
-        """Generate responses and score their labels."""
+        """Generate the responses for these keys and score their labels."""
         return self._process_cases(lambda cases: score_labels(self.engine, cases), self.generate_responses(keys))
 
     def generate_responses(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
-        """Return what the engine gives for these keys, as it arrives."""
+        """Return the engine's responses and refusals for these keys, as they arrive."""
         self.todo.clear()
         for question, sample in keys:
             request = Request(
@@ -395,7 +402,7 @@ class EvaluationRun:
         return self.engine.generate(self.todo)
 
     def make_predictions(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Prediction | Refusal]:
-        """Read each response; a refusal takes the place of a reply whose label cannot be read."""
+        """Read each response; a reply whose label cannot be read becomes a refusal."""
         for outcome in self._read_answers(outcomes):
             if isinstance(outcome, Refusal):
                 yield outcome
@@ -417,12 +424,12 @@ class EvaluationRun:
 
     @cached_property
     def _readable_server(self) -> ServerEngine:
-        """The server, once it is known that its replies can be read: before anything is generated."""
+        """The server engine. Before anything is generated, this checks that its replies can be read."""
         from catto.engines.server import ServerEngine
 
         assert isinstance(self.engine, ServerEngine)
         if self.engine.top_logprobs == 0:
-            raise ValueError("the server engine has top_logprobs 0: give up to 20, the confidence is read from them")
+            raise ValueError("the server engine has top_logprobs 0: set up to 20, the confidence is read from them")
         self.engine.probe()
         return self.engine
 
@@ -433,7 +440,7 @@ class EvaluationRun:
     def _process_cases(
         self, process: Callable[[list[Case]], Iterable[T]], outcomes: Iterable[Generation | Refusal]
     ) -> Iterator[T | Refusal]:
-        """Yield the refusals, and what `process` makes of the generations of each group."""
+        """Yield the refusals, and the results of `process` for the generations of each group."""
         for group in self._group_outcomes(outcomes):
             cases = []
             for outcome in group:
@@ -445,7 +452,7 @@ class EvaluationRun:
             yield from process(cases)
 
     def _group_outcomes(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Sequence[Generation | Refusal]]:
-        """Yield the outcomes one by one as they arrive, or all at once and in order."""
+        """Yield groups of outcomes: each outcome alone as it arrives, or all of them in the order of the keys."""
         if self.stores_each:
             for outcome in outcomes:
                 yield [outcome]
@@ -455,11 +462,11 @@ class EvaluationRun:
     # Collect and store
 
     def collect(self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]]) -> list[R]:
-        """Collect all records: from the file as far as it has them, the others from `make`.
+        """Return all records: read those that the file has, and make the others.
 
         Args:
             kind: Prediction or ScoredGeneration.
-            make: Yields the records or refusals of the keys that it is given.
+            make: Yields the record or refusal of each key that it is given.
 
         Returns:
             The records in the order of the keys, without the refused ones.
@@ -505,26 +512,27 @@ class EvaluationRun:
         return records
 
     def _chunk_width(self) -> int:
-        """Return how many keys are made together; a server is asked for all at once."""
+        """Return how many keys are made together; a server is asked for all of them at once."""
         if self.stores_each:
             return len(self.keys) or 1
         return self.chunk * self.settings.k
 
     def _read_journal(self, journal: Journal[R] | None) -> RunOutcomes[R]:
-        """Read what is stored. A chunk that was not stored whole is dropped, so that its batches come out the same."""
+        """Read the stored outcomes. An incomplete chunk is dropped, so that making it again uses the same batches."""
         collected: RunOutcomes[R] = RunOutcomes(records={}, refusals={}, correct=0)
         if journal is None:
             return collected
         stored = len(journal.places)
         if not self.stores_each and stored < len(self.keys):
             width = self._chunk_width()
-            journal.cut(stored // width * width)
+            complete_chunks = stored // width
+            journal.cut(complete_chunks * width)
         for outcome in journal.outcomes():
             collected.add(outcome)
         return collected
 
     def _check_labels(self) -> None:
-        """Refuse labels that tokens cannot tell apart before anything is generated."""
+        """Raise an error for labels that their tokens do not distinguish, before anything is generated."""
         if self.engine.tokenizer is None:
             return
         label_sets = dict.fromkeys(asked.question.labels for asked in self.asked.values() if asked.question.has_labels)
@@ -538,7 +546,7 @@ class EvaluationRun:
         cap: RefusalCap,
         journal: Journal[R] | None,
     ) -> None:
-        """Store outcomes, all at once or as they arrive, and report the progress."""
+        """Store outcomes, all at once or each as it arrives, and report the progress."""
         if not self.stores_each:
             self._add_group(list(outcomes), collected, cap, journal)
             return
@@ -561,7 +569,7 @@ class EvaluationRun:
         """Read the records and refusals of a finished file.
 
         Raises:
-            DataError: A row is not the expected one.
+            DataError: The records are not those of this run, in the order of its keys.
         """
         records = list(read_records(out, kind))
         stored = {record.key for record in records}
@@ -581,7 +589,13 @@ class EvaluationRun:
     # Manifest
 
     def make_manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
-        """Describe the file. Its hash is of the settings, the prompts and, of predictions, the parser's version."""
+        """Describe the file. The hash covers the settings, the prompts and, for predictions, the parser's version.
+
+        Args:
+            kind: Prediction or ScoredGeneration.
+            records: The finished records; without any, nothing is counted.
+            refused: The refused requests.
+        """
         hashed = self._hashed_settings()
         parser = VERSION if kind is Prediction else None
         identity = [hashed, asked_hash(self.asked.values()), parser]
@@ -589,7 +603,7 @@ class EvaluationRun:
         if len(set(self.temperatures)) == 1:
             notes["temperature"] = self.temperatures[0]
         if parser is None:
-            notes["positions"] = self.engine.positions  # `read` closes generated responses within them
+            notes["positions"] = self.engine.positions  # the limit within which `read` closes generated responses
         else:
             notes["parser"] = parser
         return Manifest(

@@ -168,7 +168,7 @@ def evaluate(
         source = choose_source(task, questions)
         loaded = load_questions(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         asked = list(loaded)
-        predict.check_questions(asked, k, temperature)
+        predict.check_evaluation(asked, k, temperature)
         has_labels = all(question.has_labels for question in asked)
         kinds = elicit.check_kinds(kind or ["label" if has_labels else "ptrue"], asked, k)
         if equivalent is not None and has_labels:
