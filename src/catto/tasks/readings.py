@@ -2,7 +2,7 @@
 
 Both quantities are whole numbers, drawn uniformly from a scale. Each reading has a stated spread s: a reading that is
 off by d is s^d times as probable as an exact one, and readings never leave the scale. The exact posterior of the sum
-follows from the text by Bayes' rule, so the error of any confidence in any answer is known. Needs no download.
+follows from the text by Bayes' rule, so the error of any confidence in any answer is known. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READING = re.compile(r"^([a-z]) reads ([0-9]+) spread ([0-9.]+)%$", re.MULTILIN
 
 
 class Reading(NamedTuple):
-    """One reading: the quantity that is read, the value that the instrument shows, and its spread."""
+    """One reading: the quantity that is read, the value that the instrument shows, and the instrument's spread."""
 
     quantity: str
     value: int
@@ -56,9 +56,9 @@ def reading_probabilities(true_value: int, spread: float) -> list[float]:
 
 
 def quantity_posterior(readings: Sequence[Reading]) -> list[float]:
-    """Return P(value | readings of one quantity) for every value of the scale, from a uniform prior.
+    """Return P(value | readings of one quantity) for every value of the scale, with a uniform prior.
 
-    Without readings that is the prior.
+    Without readings, this is the prior.
 
     >>> [round(p, 3) for p in quantity_posterior([Reading("a", 0, 0.1), Reading("a", 0, 0.6)])]
     [0.954, 0.043, 0.002, 0.0, 0.0, 0.0]
@@ -71,7 +71,7 @@ def quantity_posterior(readings: Sequence[Reading]) -> list[float]:
 
 
 class QuantityPosteriors(NamedTuple):
-    """The posterior of each quantity given its own readings; given all of them the two are independent."""
+    """The posterior of each quantity given its own readings; given all readings, the two are independent."""
 
     first: list[float]
     second: list[float]
@@ -110,11 +110,11 @@ def _normalize(weights: Sequence[float]) -> list[float]:
 
 
 def generate_sums(split: Split, n: int | None, *, seed: int) -> Iterator[Question]:
-    """Generate questions. The first questions of a longer run are those of a shorter one.
+    """Generate questions. A longer run begins with the questions of a shorter one.
 
     Args:
         split: The split; no set of readings is in two splits.
-        n: Number of questions; None for as many as the split has (`READING_COUNTS`).
+        n: Number of questions; None for the size of the split (`READING_COUNTS`).
         seed: Seed of the questions.
 
     Returns:
@@ -135,7 +135,7 @@ def _draw_sum(question_id: str, split: Split) -> Question:
         values = [int(draws.random() * len(SCALE)) for _ in QUANTITIES]
         readings = _draw_readings(draws, values)
         text = "\n".join(str(reading) for reading in readings)
-        # Decided by the readings alone, so that P(sum | readings) stays what Bayes' rule says.
+        # The split depends on the readings alone, so Bayes' rule still gives P(sum | readings).
         if owns_generated(text, split):
             break
     posterior = {}
@@ -164,17 +164,18 @@ def _draw_readings(draws: random.Random, values: Sequence[int]) -> list[Reading]
 
 
 def _draw_index(draws: random.Random, weights: Sequence[float]) -> int:
-    """Draw an index in proportion to the weights, with one call of `random`, which every version of Python keeps."""
+    """Draw an index in proportion to the weights with one call of `random`, the same in every version of Python."""
     point = draws.random() * math.fsum(weights)
     for index, weight in enumerate(weights):
         point -= weight
         if point < 0:
             return index
-    return max(range(len(weights)), key=weights.__getitem__)  # the weights may sum to slightly less than their fsum
+    # Only if rounding makes the subtracted weights sum to slightly less than their `fsum`: the likeliest index.
+    return max(range(len(weights)), key=weights.__getitem__)
 
 
 def readings_of(question: Question) -> list[Reading]:
-    """Read the readings back from the question's own text."""
+    """Read the readings back from the text of the question; ValueError if it has none."""
     matches = _READING.findall(question.fields.get("question", ""))
     if not matches:
         raise ValueError(f"question {question.id}: no reading in its text")
@@ -185,7 +186,7 @@ def readings_of(question: Question) -> list[Reading]:
 
 
 def likeliest_sum(question: Question) -> str:
-    """Return the most probable sum, the smallest in case of a tie."""
+    """Return the most probable sum; in case of a tie, the smallest."""
     probabilities = sum_posterior(readings_of(question))
     return str(probabilities.index(max(probabilities)))
 
@@ -196,8 +197,8 @@ def likeliest_sum(question: Question) -> str:
 def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple[str, str]:
     """Answer as the built-in teacher.
 
-    The sum is drawn from p^(1/T), normalised. The reasoning then gives each quantity a value, drawn from the posterior
-    given that sum.
+    The sum is drawn from p^(1/T), normalised. The reasoning then states a value for each quantity, drawn from the
+    posterior given that sum.
 
     Args:
         question: A question of this world.
@@ -221,7 +222,7 @@ def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple
 
 
 def _draw_first(draws: random.Random, readings: Sequence[Reading], total: int) -> int:
-    """Draw the value of the first quantity from its posterior given the sum."""
+    """Draw the value of the first quantity from its posterior given the sum of both."""
     posteriors = posterior_of_each(readings)
     weights = []
     for first in SCALE:
@@ -233,16 +234,16 @@ def _draw_first(draws: random.Random, readings: Sequence[Reading], total: int) -
 
 
 def judge_sum(question: Question, answer: str, temperature: float, seed: int) -> bool:
-    """Judge a proposed answer as the built-in teacher: draw whether it is called right from p^(1/T), normalised.
+    """Judge a proposed answer as the built-in teacher: the judgement is drawn from p^(1/T), normalised.
 
     Args:
         question: A question of this world.
-        answer: The proposed sum; one that is no sum of two values is never called right.
-        temperature: The T above; 0 calls an answer right where its probability is at least one half.
+        answer: The proposed sum; an answer that is not the sum of two values of the scale is always judged wrong.
+        temperature: The T above; at 0, an answer is judged right if its probability is at least one half.
         seed: Seed of the judgement.
 
     Returns:
-        Whether the answer is called right.
+        Whether the answer is judged right.
     """
     _check_temperature(temperature)
     probability = _probability_of(question, answer)
@@ -259,8 +260,8 @@ def state_confidence(question: Question, answer: str, temperature: float) -> str
 
     Args:
         question: A question of this world.
-        answer: The teacher's answer, a sum that two values of the scale can have.
-        temperature: The T above, more than 0: the temperature at which the answer was drawn.
+        answer: The teacher's answer, a possible sum of two values of the scale.
+        temperature: The T above, greater than 0: the temperature at which the answer was drawn.
 
     Returns:
         A number from 0.0 to 1.0.
@@ -270,7 +271,7 @@ def state_confidence(question: Question, answer: str, temperature: float) -> str
 
 
 def _probability_of(question: Question, answer: str) -> float:
-    """Return the posterior probability of a sum; 0 for an answer that is no sum of two values."""
+    """Return the posterior probability of a sum; 0 for an answer that is not a sum of two values of the scale."""
     probabilities = sum_posterior(readings_of(question))
     possible = {str(total): probability for total, probability in enumerate(probabilities)}
     return possible.get(answer, 0.0)
@@ -282,6 +283,7 @@ def _check_temperature(temperature: float) -> None:
 
 
 def _sharpen(probabilities: Sequence[float], temperature: float) -> list[float]:
-    """Return p^(1/T), normalised; T is more than 0."""
-    largest = max(probabilities)  # divided by, so that not all powers are rounded to 0
-    return _normalize([(probability / largest) ** (1 / temperature) for probability in probabilities])
+    """Return p^(1/T), normalised; T is greater than 0."""
+    largest = max(probabilities)
+    relative = [probability / largest for probability in probabilities]  # one is 1, so not all powers round to 0
+    return _normalize([ratio ** (1 / temperature) for ratio in relative])

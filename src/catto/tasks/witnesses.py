@@ -1,7 +1,7 @@
-"""The embedded world: questions whose true posterior is known, and a teacher for them. Needs no download.
+"""An embedded world: questions whose true posterior is known, and a teacher for them. Nothing is downloaded.
 
 A coin lies in one of K boxes, drawn uniformly. Each of n witnesses has a stated reliability r, drawn uniformly from a
-few classes: with probability r it names the right box, else one of the K - 1 others at random.
+few values. With probability r the witness names the right box, otherwise one of the K - 1 others at random.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from catto.tasks.splits import digest, owns_generated
 
 RELIABILITIES = (0.35, 0.5, 0.75)
 SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
-# How often the teacher quotes a witness who names its answer, and one who does not.
+# The probability that the teacher quotes a witness who names its answer, and one who names a different option.
 QUOTE_SUPPORT = 0.9
 QUOTE_OTHER = 0.3
-_MAX_TRIES = 10_000
+_MAX_TRIES = 10_000  # draws per question
 
 _ASK = "Where is the coin?"
 _STATEMENT = re.compile(r"^([0-9.]+)% says ([A-Z])$", re.MULTILINE)
@@ -38,7 +38,7 @@ class Statement(NamedTuple):
 
 
 def posterior(statements: Sequence[Statement], options: int) -> list[float]:
-    """Return P(gold = k | statements) for every option k, by Bayes' rule from a uniform prior.
+    """Return P(gold = k | statements) for every option k, by Bayes' rule with a uniform prior.
 
     The likelihood of option k is prod_w (r_w if witness w names k, else (1 - r_w) / (K - 1)).
 
@@ -72,7 +72,7 @@ class WitnessWorld(NamedTuple):
     reliabilities: tuple[float, ...]
 
     def check(self) -> None:
-        """Raise ValueError where no questions can be drawn."""
+        """Raise ValueError if no questions can be drawn."""
         if not 2 <= self.options <= len(ascii_uppercase):
             raise ValueError(f"options {self.options}: expected 2 to {len(ascii_uppercase)}")
         if self.witnesses < 1:
@@ -96,21 +96,21 @@ def generate_questions(
     witnesses: int = 4,
     reliabilities: Sequence[float] = RELIABILITIES,
 ) -> Iterator[Question]:
-    """Generate questions. The first questions of a longer run are those of a shorter one.
+    """Generate questions. A longer run begins with the questions of a shorter one.
 
     Args:
         split: The split; no set of statements is in two splits.
-        n: Number of questions; None for as many as the split has (`SIZES`).
+        n: Number of questions; None for the size of the split (`SIZES`).
         seed: Seed of the questions.
         options: Number of boxes, 2 to 26.
-        witnesses: Number of statements of a question.
-        reliabilities: How often a witness is right; each witness has one of these.
+        witnesses: Number of statements in a question.
+        reliabilities: How often a witness is right; each witness has one of these values.
 
     Returns:
         An iterator over the questions, each with its exact posterior.
 
     Raises:
-        ValueError: No such questions can be drawn (`WitnessWorld.check`), or the split has none of so small a world.
+        ValueError: No such questions can be drawn (`WitnessWorld.check`), or the world is too small for this split.
 
     >>> question = next(generate_questions("test", 1, seed=0))
     >>> question.labels, round(sum(question.posterior.values()), 9)
@@ -127,15 +127,15 @@ def generate_questions(
 def _draw_question(question_id: str, split: Split, world: WitnessWorld) -> Question:
     """Draw a gold option and statements about it until the statements belong to the split.
 
-    All draws depend on the id alone. ValueError if `_MAX_TRIES` draws give none: so small a world may have no set of
-    statements for this split.
+    All draws depend on the id alone. ValueError if `_MAX_TRIES` draws fail: a very small world may have no set of
+    statements that belongs to this split.
     """
     draws = random.Random(int.from_bytes(digest(question_id), "big"))
     for _ in range(_MAX_TRIES):
         gold = _draw_index(draws, world.options)
         statements = _draw_statements(draws, gold, world)
         text = _join_statements(statements)
-        # Decided by the statements alone, so that P(gold | statements) stays what Bayes' rule says.
+        # The split depends on the statements alone, so Bayes' rule still gives P(gold | statements).
         if not owns_generated(text, split):
             continue
         labels = ascii_uppercase[: world.options]
@@ -167,7 +167,7 @@ def _draw_statements(draws: random.Random, gold: int, world: WitnessWorld) -> li
 
 
 def _draw_index(draws: random.Random, count: int) -> int:
-    """Draw from 0 to count - 1 with one call of `random`, whose numbers every version of Python keeps."""
+    """Draw from 0 to count - 1 with one call of `random`, whose numbers are the same in every version of Python."""
     return int(draws.random() * count)
 
 
@@ -176,7 +176,7 @@ def _join_statements(statements: Sequence[Statement]) -> str:
 
 
 def statements_of(question: Question) -> list[Statement]:
-    """Read the statements back from the question's own text; ValueError if it has none."""
+    """Read the statements back from the text of the question; ValueError if it has none."""
     matches = _STATEMENT.findall(question.fields.get("question", ""))
     if not matches:
         raise ValueError(f"question {question.id}: no witness in its text")
@@ -196,8 +196,8 @@ def bayes_answer(question: Question) -> str:
 def respond(question: Question, temperature: float, seed: int) -> tuple[str, str]:
     """Answer as the built-in teacher.
 
-    The label is drawn from p^(1/T), normalised. The reasoning then quotes witnesses in their order, mostly those for
-    the label, without giving the answer itself.
+    The label is drawn from p^(1/T), normalised. The reasoning then quotes witnesses in their order, mostly those who
+    name the label, and does not state the answer itself.
 
     Args:
         question: A question of this world.
@@ -245,6 +245,6 @@ def _draw_quotes(draws: random.Random, statements: Sequence[Statement], answer: 
             quoted.append(statement)
     if quoted:
         return quoted
-    # No quote at all would leave the reasoning empty: quote the most reliable witness, of those for the answer if any.
+    # The reasoning must not be empty: quote the most reliable witness, preferably among those who name the answer.
     best = max(statements, key=lambda statement: (statement.option == answer, statement.reliability))
     return [best]

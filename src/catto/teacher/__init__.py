@@ -1,4 +1,7 @@
-"""Questions to responses to SFT, preference and outcome rows; a run that is killed at any moment resumes."""
+"""From questions to responses, and from responses to SFT, preference and outcome rows.
+
+A run that is killed at any moment can be resumed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How responses are sampled from a trained model, and what `ask` and `write_rows` take."""
+"""How responses are sampled from a trained model, and the settings that `ask` and `write_rows` accept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from catto.recipe.settings import ROW_FIELDS, ResponseFields, Settings, TeacherS
 class ModelSampling(Settings):
     """How responses of a trained model are sampled, and how rows are chosen from them.
 
-    The model itself is given to `ask`, as an engine. The class variables are what `ask` reads of a teacher.
+    The model itself is passed to `ask` as an engine. The class variables are the other settings of a teacher that `ask`
+    reads.
     """
 
     source: ClassVar[None] = None
-    model: ClassVar[None] = None  # the engine knows its name
-    max_refused: ClassVar[float] = 0.2  # as a teacher's default
+    model: ClassVar[None] = None  # the engine has the model's name
+    max_refused: ClassVar[float] = 0.2  # the default of `TeacherSettings`
 
     n: int = Field(ge=1)
     temperature: tuple[float, float]  # lowest and highest; each response draws its own
@@ -30,7 +31,7 @@ class ModelSampling(Settings):
     min_wrong: int = Field(default=3, ge=1)
 
     def response_settings(self) -> dict[str, Any]:
-        """Return the settings that determine a response: all but `ROW_FIELDS`."""
+        """Return the settings that determine a response: all except `ROW_FIELDS`."""
         return self._with_empty_source(exclude=ROW_FIELDS)
 
     def row_settings(self) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class ModelSampling(Settings):
     def _with_empty_source(self, exclude: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Return the settings, with the constant fields of a teacher that has no source.
 
-        These fields keep the stage keys and manifests of earlier runs valid: there, a sampled model was such a teacher.
+        In earlier runs, a sampled model was such a teacher. The fields keep their stage keys and manifests valid.
         """
         empty_source = {
             "source": None,
@@ -52,5 +53,5 @@ class ModelSampling(Settings):
         return {**empty_source, **self.model_dump(mode="json", exclude=set(exclude))}
 
 
-# What `ask` and `write_rows` take: how responses are sampled, and how rows are chosen from them.
+# How responses are sampled, from a teacher or from a trained model, and how rows are chosen from them.
 AskSettings = TeacherSettings | ModelSampling
