@@ -71,7 +71,7 @@ def test_a_request_keeps_the_stop_text_and_asks_for_the_drawn_tokens_logprob() -
 
 def test_a_temperature_that_vllm_refuses_names_what_to_do() -> None:
     assert sampling_parameters(REQUEST.model_copy(update={"temperature": 2.0}))["temperature"] == 2.0
-    with pytest.raises(ValueError, match=r"up to 2, got 2\.5: evaluation\.decode greedy samples nothing"):
+    with pytest.raises(ValueError, match=r"up to 2, got 2\.5: use evaluation\.decode greedy, which samples nothing"):
         sampling_parameters(REQUEST.model_copy(update={"temperature": 2.5}))
 
 

@@ -44,7 +44,7 @@ def open_engine(name: Literal["transformers", "vllm"], model: str, **options: An
     Args:
         name: The library that runs the model.
         model: A folder or a hub id.
-        options: What `VLLMEngine` or `TransformersEngine.load` take.
+        options: Keyword arguments of `VLLMEngine` or `TransformersEngine.load`.
     """
     if name == "vllm":
         from catto.engines.vllm import VLLMEngine

@@ -1,7 +1,7 @@
 """The engine protocol and its records: requests, generations, contexts and scores.
 
-`generate` draws responses, one per `Request`; `score` gives the log-probabilities of candidate tokens after a context.
-A request carries its own temperature and seed, so a response depends on (question, sample) alone and a killed run
+`generate` draws one response per `Request`; `score` returns the log-probabilities of candidate tokens after a context.
+A request carries its own temperature and seed. A response therefore depends only on its request, and a killed run
 resumes with the same tokens.
 """
 
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from catto.records import Key, Message, Record, Refusal, Sampled
 
-# Temperatures at which the log-sum-exp is stored with a prediction: its confidence can be rescaled from the file.
+# Temperatures at which the log-sum-exp is stored with a prediction, so that its confidence can be rescaled later.
 TAU_GRID = (0.25, 0.35, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0)
 
 
@@ -28,48 +28,58 @@ class Request(Sampled):
     seed: int = 0
     max_tokens: int = Field(default=512, gt=0)
     stop: tuple[str, ...] = ()  # generation ends after the first of these texts, which stays in the response
-    keep_states: bool = False  # `score` of this response follows: an engine may keep its hidden states
-    begun: bool = False  # the last message is the beginning of the response; the server continues it
+    keep_states: bool = False  # the response will be scored, so the engine may keep its hidden states
+    begun: bool = False  # the last message is the beginning of the response, which the server continues
 
 
 class Generation(Sampled):
-    """One generated response. What the engine does not know is None."""
+    """One generated response. A field is None if the engine does not know its value."""
 
     question: str
     sample: int
     text: str
     reasoning: str | None = None  # if the server returns it separately from the text
     token_ids: tuple[int, ...] | None = None
-    # token texts with the log-probabilities of the best candidates, where a server returns them
+    # From a server: the text of each token, and its most probable candidates with their log-probabilities.
     tops: tuple[tuple[str, dict[str, float]], ...] | None = None
-    mean_logprob: float | None = None
+    mean_logprob: float | None = None  # over the response's tokens
     prompt_tokens: int | None = None
-    tokens: int | None = None
+    tokens: int | None = None  # number of generated tokens
     finish_reason: str | None = None
     model: str
-    temperature_acts: bool = True
+    temperature_acts: bool = True  # False if the server ignores the temperature
     seconds: float | None = None
 
 
 class Context(Record):
-    """Where to score: the prompt's messages, the response's tokens so far, the candidate next tokens."""
+    """A position to score: the prompt's messages, the response's tokens so far, and the candidate next tokens."""
 
     messages: tuple[Message, ...]
     prefix: tuple[int, ...]  # token ids of the response up to the scored position
     candidates: tuple[int, ...]
-    response: Key | None = None  # the response that the context belongs to, if the engine has just generated it
+    response: Key | None = None  # key of the response that begins with `prefix`, if the engine has just generated it
 
 
 class Scores(Record):
-    """Full-vocabulary log-probabilities of a context's candidates (temperature 1) and, per tau of the grid,
-    `logsumexp(logits / tau) - max(logits) / tau`."""
+    """Scores of a context's candidates, computed over the full vocabulary.
+
+    Attributes:
+        logprobs: Log-probability of each candidate at temperature 1.
+        logsumexp: tau -> `logsumexp(logits / tau) - max(logits) / tau`, for every tau of `TAU_GRID`.
+    """
 
     logprobs: tuple[float, ...]
     logsumexp: dict[str, float] | None = None
 
 
 class LabelScores(Scores):
-    """Scores at a label of a stored response: after its first `kept` tokens and those `added` to close it."""
+    """Scores at the label of a stored response.
+
+    Attributes:
+        kept: Number of the response's first tokens that precede the scored position.
+        added: Tokens between those and the scored position, such as the ones that close the response.
+        candidates: The tokens that were scored.
+    """
 
     kept: int
     added: tuple[int, ...]
@@ -85,21 +95,20 @@ class ScoredGeneration(Generation):
 class Engine(Protocol):
     """Generates responses and scores candidate tokens. A subclass inherits the defaults below.
 
-    An engine with a tokenizer exchanges tokens: its generations carry token ids, and `score` takes them. One without
-    exchanges text: its labels are read from `Generation.tops`, and `score` raises NotImplementedError.
+    An engine with a tokenizer exchanges tokens: its generations have token ids, and so do the contexts of `score`. An
+    engine without one exchanges text: labels are read from `Generation.tops`, and `score` raises NotImplementedError.
     """
 
-    name: str  # stored with every prediction: engine, dtype, versions
+    name: str  # engine, dtype and versions, stored with every prediction
     model: str
     batch_size: int = 16  # number of responses generated at once
     tokenizer: Any = None
-    positions: int | None = None  # maximum number of tokens of prompt and response together; None for no limit
+    positions: int | None = None  # maximum number of tokens in prompt and response together; None for no limit
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield one generation for every request whose key is not in `done`, in any order, as they arrive.
 
-        Requests may be read more than once.
-        A server may refuse single requests: it yields a refusal in place of the generation.
+        `requests` may be iterated more than once. If a server refuses a request, a refusal is yielded instead.
         """
         ...
 
@@ -110,15 +119,15 @@ class Engine(Protocol):
 
 
 def find_stop_end(text: str, stops: Collection[str]) -> int | None:
-    """Find where the first stop text ends. The end of an answer that the reasoning quotes does not count.
+    """Find where the first stop text ends. If `</answer>` is a stop text, stop texts in the reasoning do not count.
 
     Args:
         text: A response, possibly unfinished.
         stops: The stop texts.
 
     Returns:
-        The index after the stop text. None if there is none or the reasoning is unfinished: `text[:None]` is the whole
-        text.
+        The index after the stop text. None if there is none or the reasoning is unfinished, so that `text[:end]` is
+        the whole text.
 
     Example:
         >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))
@@ -136,7 +145,7 @@ def find_stop_end(text: str, stops: Collection[str]) -> int | None:
         is_reasoning_unfinished = think_end < 0 <= think_start < first_stop
         if is_reasoning_unfinished:
             return None
-        # The prompt may have opened the reasoning, so a `<think>` need not come before the quotation.
+        # The prompt may have opened the reasoning, so a `<think>` need not precede the stop text.
         is_before_reasoning = first_stop < think_start < think_end
         is_in_reasoning = first_stop < think_end and not is_before_reasoning
         if is_in_reasoning:

@@ -1,13 +1,13 @@
-"""Generate with a causal language model of Transformers, so that a response depends on its own request alone.
+"""Generate with a causal language model of Transformers, so that a response depends only on its own request.
 
-Every token takes one uniform number, a hash of (seed, question, sample, position), and inverts the cumulative
-distribution at it. No random state is shared, so the other requests of the batch, the batch size and the place where a
-run was killed change nothing but float noise: a token can flip only where the number falls within about 1e-6 of a
+Each token is drawn with one uniform number, a hash of (seed, question, sample, position), by inverting the cumulative
+distribution. No random state is shared. Other requests in the batch, the batch size and the point at which a run was
+killed therefore change nothing but float noise: a token can only change if its number is within about 1e-6 of a
 boundary between two tokens.
 
-The head runs in fp32, on the last position only. Each prompt runs once for all of its samples, and what the prompts of
-a batch begin with runs once for all of them. The hidden states that go into the head may be kept: with them the head
-alone gives the logits of any position again.
+The head runs in fp32, on the last position only. Each prompt runs once for all of its samples, and the beginning that
+all prompts of a batch share runs once for the batch. The hidden states that enter the head may be kept: from them, the
+head alone recomputes the logits of any position.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from transformers.cache_utils import DynamicLayer
 from catto.engines.base import Request, find_stop_end
 from catto.token_ids import count_shared_beginning
 
-# Any valid id works: a padded position is masked (left padding) or comes after all that is read (right padding).
+# Any valid id works: padding is masked (on the left) or comes after every position that is read (on the right).
 PAD = 0
-CACHE_NAMES = ("past_key_values", "cache_params")  # in the output of a model: attention, and state-space layers
+# Fields of a model's output with its cache: of attention layers, and of state-space layers.
+CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 def hash_uniform(seed: int, question: str, sample: int, position: int) -> float:
@@ -42,10 +43,10 @@ def hash_uniform(seed: int, question: str, sample: int, position: int) -> float:
 
 
 def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
-    """Pick one token per row: the argmax at temperature 0, otherwise by inverting the cumulative distribution.
+    """Draw one token per row: the argmax at temperature 0, otherwise by inverting the cumulative distribution.
 
     The inverse is the first id j with P(id <= j) > u under softmax(logits / temperature), over the full vocabulary and
-    in float64. Ties of the argmax go to the lowest id.
+    in float64. If the argmax is tied, the lowest id is chosen.
 
     Args:
         logits: (B, V) in fp32.
@@ -62,21 +63,21 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
     sampled_rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if not sampled_rows:
         return tokens
-    # In place: a batch of float64 logits is large.
+    # In place, since a batch of float64 logits is large: they become the cumulative distribution times `total`.
     cumulative = as_float64(logits[sampled_rows])
     divisors = cumulative.new_tensor([[temperatures[row]] for row in sampled_rows])
     cumulative.sub_(cumulative.amax(dim=-1, keepdim=True))
     cumulative.div_(divisors).exp_().cumsum_(dim=-1)
     total = cumulative[:, -1:]
     row_uniforms = cumulative.new_tensor([[uniforms[row]] for row in sampled_rows])
-    # u <= 1 - 2^-53, so u * total is below total after rounding too: the drawn id exists and has probability.
+    # u <= 1 - 2^-53, so u * total is below total even after rounding: the id exists and has a positive probability.
     drawn = torch.searchsorted(cumulative, row_uniforms * total, right=True).squeeze(-1)
     tokens[sampled_rows] = drawn.to(logits.device)
     return tokens
 
 
 def as_float64(logits: Tensor) -> Tensor:
-    """Copy logits to float64, on the CPU where the device has no float64 (Apple's MPS)."""
+    """Copy logits to float64, on the CPU if the device does not support float64 (Apple's MPS)."""
     if logits.device.type == "mps":
         logits = logits.cpu()
     return logits.to(torch.float64, copy=True)
@@ -84,15 +85,15 @@ def as_float64(logits: Tensor) -> Tensor:
 
 @dataclass
 class HeadHook:
-    """The input of the output head inside `evaluation_mode`.
+    """Records and changes the input of the output head inside `evaluation_mode`.
 
-    `replacement` and `positions` act on the head's next input only, in this order.
+    `replacement` and `positions` apply only to the head's next input, in this order.
 
     Attributes:
-        states: What went into the head last, (B, T, H).
-        replacement: What the head takes instead of its next input, set by `state_logits`; None for no replacement.
-        positions: Position of each row, (B,), which is all that the head takes of its next input, set by
-            `last_logits`; None for the whole.
+        states: The hidden states that last entered the head, (B, T, H).
+        replacement: Hidden states that replace the head's next input, set by `state_logits`; None to keep the input.
+        positions: The single position of each row at which the head runs next, (B,), set by `last_logits`; None to run
+            it at all positions.
     """
 
     states: Tensor | None = None
@@ -100,7 +101,7 @@ class HeadHook:
     positions: Tensor | None = None
 
     def choose_input(self, states: Tensor) -> Tensor:
-        """Apply and clear `replacement` and `positions`; keep and return what goes into the head."""
+        """Return the hidden states that enter the head, and record them. Apply and clear the two other attributes."""
         if self.replacement is not None:
             states = self.replacement.to(states.device)
             self.replacement = None
@@ -114,16 +115,16 @@ class HeadHook:
 
 @contextmanager
 def evaluation_mode(network: Any) -> Iterator[HeadHook]:
-    """Switch off dropout and gradients and run the head in fp32; restore every module's mode afterwards.
+    """Disable dropout and gradients, and run the head in fp32. Restore the mode of every module afterwards.
 
-    bf16 logits move a two-label confidence by up to 1.5 points. Only the head's matrix product is replaced: what the
-    model does to its logits afterwards (soft caps, scales) is its own code, in fp32.
+    bf16 logits change a two-label confidence by up to 1.5 points. Only the head's matrix product is replaced. The
+    model's own code still processes the logits afterwards (soft caps, scales), in fp32.
 
-    Autocast is switched off around the model and around its head. A model that Accelerate trains in mixed precision
-    switches it on again in its own forward: then the layers run as in training, and the head still in fp32.
+    Autocast is disabled around the model and around its head. A model that Accelerate trains in mixed precision enables
+    it again in its own forward: its layers then run as in training, but the head still runs in fp32.
 
     Yields:
-        A hook that keeps what goes into the head, and can replace its next input.
+        A hook that records the input of the head and can replace its next input.
 
     Raises:
         ValueError: The head is not in fp32, and its product cannot be computed from its weights alone.
@@ -138,9 +139,10 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
             return multiply(head_input.float())
 
     modes = [(part, part.training) for part in network.modules()]
-    # Unlike `module.forward`, this tells the forward that a library has set on the instance from that of the class.
+    # A library may have set a forward on the instance, which has to be restored; `module.forward` would not show
+    # whether it is the instance's own or that of its class.
     attributes = vars(module)
-    own_forward = attributes.get("forward")
+    instance_forward = attributes.get("forward")
     network.eval()
     attributes["forward"] = forward
     try:
@@ -148,14 +150,14 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
             yield hook
     finally:
         del attributes["forward"]
-        if own_forward is not None:
-            attributes["forward"] = own_forward
-        for part, training in modes:
-            part.training = training
+        if instance_forward is not None:
+            attributes["forward"] = instance_forward
+        for part, is_training in modes:
+            part.training = is_training
 
 
 def _fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the head's matrix product in fp32: its own forward, or that of a linear layer with a copy in fp32.
+    """Return the head's matrix product in fp32: its own forward, or a linear layer with fp32 copies of its weights.
 
     Raises:
         ValueError: The head is neither in fp32 nor a linear layer.
@@ -175,27 +177,27 @@ def _fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
 
 
 def counts_padding(network: Any) -> bool:
-    """Return whether padding changes the tokens after it, because layers count places in the sequence themselves.
+    """Return whether padding affects the tokens after it, because layers count positions in the sequence themselves.
 
-    These are recurrent layers, distances (ALiBi), GPT-Neo's local windows, and positions that a model counts itself.
+    This applies to ALiBi, to GPT-Neo's local windows, and to models without `position_ids`, such as recurrent ones.
     """
     base = network.get_base_model() if hasattr(network, "get_base_model") else network
     config = base.config.get_text_config()
-    has_distances = bool(getattr(config, "alibi", False))
+    has_alibi = bool(getattr(config, "alibi", False))
     has_local_windows = "local" in getattr(config, "attention_layers", ())
-    takes_positions = "position_ids" in inspect.signature(base.base_model.forward).parameters
-    return has_distances or has_local_windows or not takes_positions
+    accepts_positions = "position_ids" in inspect.signature(base.base_model.forward).parameters
+    return has_alibi or has_local_windows or not accepts_positions
 
 
 def last_logits(network: Any, hook: HeadHook, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits after the last token of each sequence, (B, V) in fp32: one forward, without a cache.
+    """Return the logits after the last token of each sequence, (B, V) in fp32, from one forward without a cache.
 
-    Sequences are padded on the right. A causal model never looks right, so the padding needs no mask. The hook picks
-    the positions, since `logits_to_keep` of Transformers 5.19 keeps the same positions of every row.
+    Sequences are padded on the right. A causal model never attends to the right, so the padding needs no mask. The hook
+    selects the positions, since `logits_to_keep` of Transformers 5.19 keeps the same positions in every row.
 
     Args:
         network: A causal language model, in `evaluation_mode`.
-        hook: What `evaluation_mode` yields for it.
+        hook: The hook that `evaluation_mode` yields for it.
         sequences: Token ids, at least one per sequence.
     """
     device = network.device
@@ -214,13 +216,13 @@ def last_logits(network: Any, hook: HeadHook, sequences: Sequence[Sequence[int]]
 def state_logits(network: Any, hook: HeadHook, states: Tensor) -> Tensor:
     """Return the logits of kept hidden states, (B, H) -> (B, V) in fp32, without running the tokens before them.
 
-    The network runs on a single token per row and its head takes `states` instead of what comes out, so that what the
-    architecture does to its logits is the model's own code.
+    The network runs on one dummy token per row, and `states` replace the input of its head. In this way the model's own
+    code processes the logits after the head.
 
     Args:
         network: A causal language model, in `evaluation_mode`.
-        hook: What `evaluation_mode` yields for it.
-        states: What went into the head at each position, as `HeadHook.states` kept it.
+        hook: The hook that `evaluation_mode` yields for it.
+        states: Hidden states that entered the head before, as recorded in `HeadHook.states`.
     """
     hook.replacement = states.unsqueeze(1)
     ids = torch.full((len(states), 1), PAD, device=network.device)
@@ -236,7 +238,7 @@ def _check_finite(logits: Tensor) -> Tensor:
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]
-    """A cache layer that writes new tokens into spare room; `keys` and `values` are views of what is filled.
+    """A cache layer that writes new tokens into preallocated buffers. `keys` and `values` are views of the filled part.
 
     DynamicLayer copies the whole layer for every token, which took 30 % of the decoding time (SmolLM2-135M's shape, 8
     rows, 160 tokens, two cores).
@@ -250,34 +252,34 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.lazy_initialization(layer.keys, layer.values)
         self.keys = layer.keys
         self.values = layer.values
-        self._room: list[Tensor] = []
+        self._buffers: list[Tensor] = []  # for keys and for values; empty if there are none for the current rows
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append along the sequence and return everything: (B, heads, T, width) each."""
+        """Append keys and values along the sequence; return all of them, (B, heads, T, width) each."""
         past = self.keys.shape[-2]
         length = past + key_states.shape[-2]
-        if not self._room or self._room[0].shape[-2] < length:
-            self._make_room(past, length)
-        keys, values = self._room
+        if not self._buffers or self._buffers[0].shape[-2] < length:
+            self._allocate_buffers(past, length)
+        keys, values = self._buffers
         keys[:, :, past:length] = key_states
         values[:, :, past:length] = value_states
         self.keys = keys[:, :, :length]
         self.values = values[:, :, :length]
         return self.keys, self.values
 
-    def _make_room(self, past: int, length: int) -> None:
-        """Copy what is filled into buffers with spare room behind it."""
+    def _allocate_buffers(self, past: int, length: int) -> None:
+        """Allocate buffers for more than `length` tokens, and copy the `past` tokens into them."""
         capacity = length + max(32, length // 4)
-        self._room = []
+        self._buffers = []
         for states in (self.keys, self.values):
-            room = states.new_empty(*states.shape[:2], capacity, states.shape[-1])
-            room[:, :, :past] = states
-            self._room.append(room)
+            buffer = states.new_empty(*states.shape[:2], capacity, states.shape[-1])
+            buffer[:, :, :past] = states
+            self._buffers.append(buffer)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Select rows; the room belongs to the rows that it was made for."""
+        """Select rows. The buffers have the old rows, so they are dropped."""
         super().reorder_cache(beam_idx)
-        self._room = []
+        self._buffers = []
 
 
 class CachedBatch:
@@ -285,34 +287,40 @@ class CachedBatch:
 
     Attributes:
         logits: Next-token logits of each sequence, (B, V) in fp32.
-        states: What went into the head for them, (B, H).
+        states: The hidden states that entered the head for them, (B, H).
+
+    Args:
+        network: A causal language model, in `evaluation_mode`.
+        hook: The hook that `evaluation_mode` yields for it.
+        prompts: Token ids of each sequence.
     """
 
     logits: Tensor
     states: Tensor
 
     def __init__(self, network: Any, hook: HeadHook, prompts: Sequence[Sequence[int]]) -> None:
-        """Run what all prompts begin with once, then the rest of each, padded on the left.
+        """Run the shared beginning of all prompts once, then the rest of each, padded on the left.
 
-        A layer that is windowed or recurrent counts the padding between the beginning and the rest, so a network with
-        such a layer runs every prompt whole.
+        Windowed and recurrent layers would count the padding between the two. If the network has such a layer, every
+        prompt runs as a whole.
         """
         self._network = network
         self._hook = hook
         self._mask: Tensor | None = None
-        self._past: dict[str, Any] = {}  # the cache, of the kind that the model makes, under its own name for it
+        # The model's cache, under the name that the model gives it in its output; empty before the first step.
+        self._past: dict[str, Any] = {}
         shared_length = self._run_shared_beginning(prompts)
         self._run_rests(prompts, shared_length)
-        # Plain layers only: windowed, recurrent, quantized and shared ones have their own ways.
+        # Plain layers only: windowed, recurrent, quantized and shared ones store their states differently.
         layers = self._cache.layers
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
                 layers[index] = RoomyLayer(layer)
 
     def _run_shared_beginning(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Run the tokens that all prompts begin with; return how many are in the cache afterwards.
+        """Run the tokens that all prompts begin with, and return how many of them are in the cache afterwards.
 
-        The cache then has a row for each prompt; it is empty if the number is 0.
+        The cache then has one row per prompt. It is empty if the number is 0.
         """
         shared_length = count_shared_beginning(prompts)
         if not shared_length:
@@ -327,7 +335,7 @@ class CachedBatch:
         return shared_length
 
     def _run_rests(self, prompts: Sequence[Sequence[int]], shared_length: int) -> None:
-        """Run what follows the shared beginning of each prompt. Equal lengths need no mask, which is faster."""
+        """Run the rest of each prompt. If all have the same length, no mask is needed, which is faster."""
         device = self._network.device
         rests = [prompt[shared_length:] for prompt in prompts]
         width = max(len(rest) for rest in rests)
@@ -342,9 +350,9 @@ class CachedBatch:
         self.step(torch.tensor(ids, device=device), mask_tensor)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; a row named k times becomes k rows."""
+        """Keep these rows, in this order. A row that is listed k times becomes k rows."""
         indices = torch.tensor(rows, device=self.logits.device)
-        # index_select on every kind of layer; batch_select_indices is missing on linear-attention ones
+        # Selects rows in every kind of layer; linear-attention layers have no `batch_select_indices`.
         self._cache.reorder_cache(indices)
         self.logits = self.logits[indices]
         self.states = self.states[indices]
@@ -352,13 +360,14 @@ class CachedBatch:
             self._mask = self._mask[indices]
 
     def step(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """Append tokens to every row, and set `logits` and `states` to those of the last one.
+        """Append tokens to every row, and set `logits` and `states` to those at the last one.
 
-        Positions count real tokens, so padding does not move a prompt.
+        Positions count only real tokens, so padding does not shift a prompt.
 
         Args:
             ids: Token ids (B, T).
-            mask: 1 for a token and 0 for padding, (B, all so far). None if the new tokens have no padding.
+            mask: 1 for a token and 0 for padding, over the earlier and the new tokens, (B, length of the sequence).
+                None if the new tokens have no padding.
 
         Raises:
             ValueError: The model returns no cache, or logits that are not finite.
@@ -387,38 +396,55 @@ class CachedBatch:
 
 @dataclass
 class ResponseInProgress:
-    """One response while it is generated. `ids` never holds the end-of-sequence token."""
+    """One response while it is generated.
+
+    Attributes:
+        request: The request.
+        prompt: Token ids of the prompt.
+        limit: Maximum number of tokens.
+        ids: The tokens so far, without the end-of-sequence token.
+        states: The hidden states that entered the head for each token and for the end of sequence; empty unless the
+            request asks to keep them.
+        logprob: Log-probability of `ids` at temperature 1.
+        end: Index in the text after the stop text; None without one.
+        finish_reason: `stop` or `length`; None until the response has finished.
+        seconds: Time since the batch started.
+    """
 
     request: Request
     prompt: tuple[int, ...]
-    limit: int  # maximum number of tokens
+    limit: int
     ids: list[int] = field(default_factory=list)
-    # What went into the head for each token and for the end of sequence, if the request asks for it.
     states: list[Tensor] = field(default_factory=list)
-    logprob: float = 0.0  # sum over `ids` at temperature 1
-    end: int | None = None  # where the stop text ends
+    logprob: float = 0.0
+    end: int | None = None
     finish_reason: str | None = None
     seconds: float = 0.0
 
 
 class StopTexts:
-    """Finds the end of a response by its stop texts, decoding only where the last token can complete one."""
+    """Finds the end of a response by its stop texts. Decodes only if the last token can complete one.
+
+    Args:
+        decode: Token ids -> text.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._can_complete: dict[tuple[int, str], bool] = {}
 
     def find_end(self, ids: Sequence[int], stops: Collection[str]) -> int | None:
-        """Return where the first stop text ends in the text of `ids`; None if there is none."""
+        """Return the index after the first stop text in the text of `ids`; None if there is none."""
         last_token = ids[-1]
         if not any(self._may_complete(last_token, stop) for stop in stops):
             return None
         return find_stop_end(self._decode(ids), stops)
 
     def _may_complete(self, token: int, stop: str) -> bool:
-        """Return whether a token can complete a stop text: its own text has the last character, or may hide it.
+        """Return whether a token can complete a stop text: its own text shows the last character, or may hide it.
 
-        A printable ASCII character always shows. Spaces may be stripped, and others may be split over several tokens.
+        A printable ASCII character is always shown. Decoding a single token may strip white space, and shows no
+        character that is split over several tokens.
         """
         key = (token, stop)
         if key not in self._can_complete:
@@ -436,11 +462,11 @@ def decode_responses(
 ) -> None:
     """Generate until every response has finished: at the end of sequence, at a stop text or at its limit.
 
-    Each prompt runs once and its cache is repeated for its responses. A response that has finished leaves the batch.
+    Each prompt runs once, and its cache is repeated for its responses. A finished response leaves the batch.
 
     Args:
         network: A causal language model of Transformers.
-        responses: What to generate, at least one; filled in place.
+        responses: The responses to generate, at least one; filled in place.
         eos: End-of-sequence token ids.
         decode: Token ids -> text.
     """
@@ -463,19 +489,19 @@ def decode_responses(
                 else:
                     _append_token(response, token, logprob, stop_texts)
                 response.seconds = time.perf_counter() - started
-            remaining = [row for row, response in enumerate(unfinished) if response.finish_reason is None]
-            if not remaining:
+            rows_to_keep = [row for row, response in enumerate(unfinished) if response.finish_reason is None]
+            if not rows_to_keep:
                 return
-            has_finished_rows = len(remaining) < len(unfinished)
+            has_finished_rows = len(rows_to_keep) < len(unfinished)
             if has_finished_rows:
-                batch.select(remaining)
-                tokens = tokens[remaining]
-                unfinished = [unfinished[row] for row in remaining]
+                batch.select(rows_to_keep)
+                tokens = tokens[rows_to_keep]
+                unfinished = [unfinished[row] for row in rows_to_keep]
             batch.step(tokens.unsqueeze(-1))
 
 
 def _draw_next(logits: Tensor, responses: Sequence[ResponseInProgress]) -> tuple[Tensor, Tensor]:
-    """Draw the next token of every response: ids (B,) and their log-probabilities (B,) at temperature 1."""
+    """Draw the next token of every response. Return ids (B,) and their log-probabilities (B,) at temperature 1."""
     temperatures = []
     uniforms = []
     for response in responses:
@@ -488,7 +514,7 @@ def _draw_next(logits: Tensor, responses: Sequence[ResponseInProgress]) -> tuple
 
 
 def _append_token(response: ResponseInProgress, token: int, logprob: float, stop_texts: StopTexts) -> None:
-    """Append a token that does not end the sequence, and finish the response if it completes a stop text."""
+    """Append a token, and finish the response if it completes a stop text or reaches the limit."""
     response.ids.append(token)
     response.logprob += logprob
     response.end = stop_texts.find_end(response.ids, response.request.stop)

@@ -1,4 +1,4 @@
-"""Check where a model comes from before it is loaded: a folder, a hub id, or the address of a server."""
+"""Check the location of a model before it is loaded: a folder, a hub id or the address of a server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.A
 
 
 def is_hub_id(location: str) -> bool:
-    """Return whether this can be a name on the hub: `owner/name`, or one of the few names without an owner.
+    """Return whether this can be the id of a model on the hub: `owner/name`, or one of the few names without an owner.
 
     >>> is_hub_id("Qwen/Qwen3-4B"), is_hub_id("../model")
     (True, False)
@@ -25,19 +25,19 @@ def is_hub_id(location: str) -> bool:
 
 
 def model_name(model: str) -> str:
-    """Return the name of a model: that of a local file or folder without its path, any other as it is.
+    """Return the name of a model: the last part of a path to a local file or folder; any other name unchanged.
 
     >>> model_name("/models/SmolLM2.gguf"), model_name("Qwen/Qwen3-4B")
     ('SmolLM2.gguf', 'Qwen/Qwen3-4B')
     """
-    path = PureWindowsPath(model)  # reads both kinds of slashes
+    path = PureWindowsPath(model)  # splits at slashes and at backslashes
     if path.root and path.name:
         return path.name
     return model
 
 
 def check_model(location: str | Path) -> None:
-    """Raise DataError if this is neither a folder with a model nor the form of a hub id. The hub is not asked."""
+    """Raise DataError if this is neither a folder with a model nor written like a hub id. The hub is not contacted."""
     path = Path(location)
     if not str(location).strip():
         raise DataError("model", None, "expected a folder with a model or a hub id, got an empty name")
@@ -49,7 +49,7 @@ def check_model(location: str | Path) -> None:
             hint = "; convert it first with examples/import_gguf.py"
         raise DataError(path, None, f"expected a folder with a model, got a file{hint}")
     elif not is_hub_id(str(location)):
-        raise DataError(location, None, "no such folder, and not a hub id, which is owner/name")
+        raise DataError(location, None, "no such folder, and not a hub id (owner/name)")
 
 
 def _check_model_folder(folder: Path) -> None:
@@ -60,14 +60,14 @@ def _check_model_folder(folder: Path) -> None:
             if not isinstance(read_json(config), dict):
                 raise DataError(config, None, "expected a JSON object")
             return
-    raise DataError(folder, None, f"not a model: neither {' nor '.join(CONFIG_FILES)} in this folder")
+    raise DataError(folder, None, f"not a model: neither {' nor '.join(CONFIG_FILES)} is in this folder")
 
 
 def check_hub(location: str | Path) -> None:
-    """Raise DataError if a hub id is not in the local cache, and the hub lacks it or cannot be reached.
+    """Raise DataError if a model is not in the local cache, and the hub does not have it or cannot be reached.
 
-    One request is made, without retries: loading a model would repeat it for half a minute before it fails. An existing
-    path is not checked. Any other failure is left to the library that loads the model.
+    A single request is made, without retries: loading the model would retry for half a minute before it fails. An
+    existing path is not checked. Any other failure is left to the library that loads the model.
     """
     if Path(location).exists():
         return
@@ -88,23 +88,28 @@ def check_hub(location: str | Path) -> None:
         raise DataError(location, None, "no such folder, and the hub has no such model, or it is private") from None
     except HfHubHTTPError:
         return
-    except Exception:  # the errors of a missing connection share no class
+    except Exception:  # the errors that a missing connection causes share no base class
         reason = "no such folder, not in the local cache, and the hub cannot be reached"
         raise DataError(location, None, reason) from None
 
 
 class ServerAddress(NamedTuple):
-    """The address of a server without user and password, and those two if the address has them."""
+    """The address of a server, split from its login.
+
+    Attributes:
+        url: The address without user and password.
+        login: User and password; None if the address had none.
+    """
 
     url: str
     login: tuple[str, str] | None
 
 
 def server_address(url: str) -> ServerAddress:
-    """Split user and password off the address of a server.
+    """Split the user and password off the address of a server.
 
     Raises:
-        ValueError: It is not an address. The message shows neither user nor password.
+        ValueError: This is not an address. The message shows neither user nor password.
 
     >>> server_address("http://me:secret@localhost:8000/v1/")
     ServerAddress(url='http://localhost:8000/v1', login=('me', 'secret'))
@@ -115,8 +120,8 @@ def server_address(url: str) -> ServerAddress:
     except ValueError:
         is_complete = False
     if not is_complete or parts.query or parts.fragment:
-        may_hold_secrets = "@" in url or "?" in url
-        shown = "another" if may_hold_secrets else repr(url)
+        may_contain_secrets = "@" in url or "?" in url
+        shown = "something else" if may_contain_secrets else repr(url)
         raise ValueError(f"expected an address such as http://localhost:8000/v1, got {shown}")
     login = None
     if "@" in parts.netloc:

@@ -1,8 +1,8 @@
 """Generate and score with a model of Transformers in this process.
 
-Any causal language model that takes `logits_to_keep` works, also one in the middle of training: its weights, mode and
-configuration stay as they were. Equal prompts of a batch run once; logits and sampling are fp32 and float64 (see
-`decoding`), and no more than one batch's next-token logits exist at a time.
+Any causal language model that accepts `logits_to_keep` works, even in the middle of training: its weights, mode and
+configuration are left unchanged. Equal prompts in a batch run once. Logits are fp32 and sampling is float64 (see
+`decoding`). At most one batch of next-token logits is in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from catto.token_ids import decode_ids
 
 
 class TransformersEngine(Engine):
-    """The `Engine` protocol on a loaded model and its tokenizer.
+    """An engine for a loaded model and its tokenizer.
 
     A generation's `token_ids` are the generated tokens without the end-of-sequence token. Its `text` is their decoding
-    with special tokens shown, cut after the stop text. `mean_logprob` is over `token_ids` at temperature 1, and
-    `seconds` count from the start of the batch to the response's last token.
+    with special tokens, cut after the stop text. `mean_logprob` is the mean over `token_ids` at temperature 1.
+    `seconds` is the time from the start of the batch to the response's last token.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        batch_size: Number of responses, or of scored contexts, that run at once.
+        batch_size: Number of responses or scored contexts that run at once.
         model_name: Name of the model in records; None for the name in its configuration.
 
     Raises:
-        ValueError: The batch size is below 1, or the adapter puts virtual tokens in front of the prompt.
+        ValueError: The batch size is below 1, or an adapter puts virtual tokens in front of the prompt.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16, model_name: str | None = None) -> None:
@@ -56,7 +56,7 @@ class TransformersEngine(Engine):
         for adapter in getattr(model, "peft_config", {}).values():
             if adapter.is_prompt_learning:
                 raise ValueError(
-                    "the adapter puts virtual tokens in front of every call, which generation does not expect"
+                    "the adapter puts virtual tokens in front of every input, which generation does not support"
                 )
         self.network = model
         self.tokenizer = tokenizer
@@ -67,15 +67,16 @@ class TransformersEngine(Engine):
         self.name = f"transformers {transformers.__version__} {precision} torch {torch_version}"
         self.positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._eos = _find_end_tokens(model, tokenizer)
-        self._encode_prompt = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))  # scored soon after generation
-        # Tokens and states of requests with `keep_states`, until the next call.
+        # Cached, because a prompt is scored soon after its responses are generated.
+        self._encode_prompt = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))
+        # Tokens and hidden states of the responses to requests with `keep_states`, until the next call.
         self._kept: dict[Key | None, tuple[tuple[int, ...], Tensor]] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, batch_size: int = 16) -> Self:
         """Load a model and its tokenizer.
 
-        An adapter stays unmerged: merged into bf16 weights, a small update would be rounded away.
+        An adapter is not merged: in bf16 weights, a small update would be lost to rounding.
 
         Args:
             path: A checkpoint folder, the folder of a LoRA adapter, or a hub id.
@@ -83,7 +84,7 @@ class TransformersEngine(Engine):
             batch_size: Number of responses that run at once.
 
         Raises:
-            DataError: The model cannot be loaded, or the adapter names no base model.
+            DataError: The model cannot be loaded, or the adapter does not name its base model.
         """
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         if dtype is None:
@@ -108,12 +109,12 @@ class TransformersEngine(Engine):
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.
 
-        The batches depend on the full list of requests, and one that is partly done is computed whole. A killed run
-        therefore resumes with the same batch shapes, and so with the same tokens to the bit. What an earlier call kept
-        for `score` is dropped.
+        The batches depend on the full list of requests, and a batch that is partly done is computed again as a whole. A
+        killed run therefore resumes with the same batch shapes and produces exactly the same tokens. States that an
+        earlier call kept for `score` are dropped.
 
         Raises:
-            ValueError: A request comes twice or has an empty stop text, or its prompt leaves no room for a token.
+            ValueError: A request is repeated or has an empty stop text, or its prompt leaves no room for a token.
         """
         self._kept = {}
         responses_by_prompt: dict[tuple[int, ...], list[ResponseInProgress]] = {}
@@ -133,14 +134,14 @@ class TransformersEngine(Engine):
             decode_responses(self.network, batch, self._eos, decode)
             for response in missing:
                 if response.request.keep_states:
-                    # Off the device: those of a large model would fill its memory after several batches.
+                    # On the CPU: the states of a large model would fill the device's memory after several batches.
                     states = torch.stack(response.states).cpu()
                     self._kept[response.request.key] = tuple(response.ids), states
                     response.states = []
                 yield self._finish_response(response, decode(response.ids)[: response.end])
 
     def _begin_response(self, request: Request) -> ResponseInProgress:
-        """Render a request's prompt and limit its response to the model's positions; ValueError if none is left."""
+        """Render a request's prompt, and limit its response to the positions that are left; ValueError if none is."""
         if "" in request.stop:
             raise ValueError(f"question {request.question}: a stop text is empty")
         prompt = self._encode_prompt(request.messages)
@@ -151,7 +152,7 @@ class TransformersEngine(Engine):
         return ResponseInProgress(request, prompt, limit)
 
     def _finish_response(self, response: ResponseInProgress, text: str) -> Generation:
-        """Return the record of a finished response."""
+        """Make the record of a finished response."""
         tokens = len(response.ids)
         return Generation(
             question=response.request.question,
@@ -169,11 +170,11 @@ class TransformersEngine(Engine):
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order.
 
-        A context inside a response whose states were kept needs only the head. The others run whole, and those of
-        similar length share a forward. The kept states are dropped, so each response is scored by one call.
+        For a context inside a response whose states were kept, only the head runs. Other contexts run in full, those of
+        similar length in the same batch. The kept states are then dropped, so score a response in a single call.
 
         Raises:
-            ValueError: A context is longer than the model allows, or a candidate is no token id of the model.
+            ValueError: A context is longer than the model allows, or a candidate is not a token id of the model.
         """
         states: dict[int, Tensor] = {}
         sequences: dict[int, tuple[int, ...]] = {}
@@ -226,12 +227,12 @@ class TransformersEngine(Engine):
 def pack_batches(
     groups: Iterable[list[ResponseInProgress]], batch_size: int, equal_lengths: bool = False
 ) -> list[list[ResponseInProgress]]:
-    """Cut each prompt's responses, longest prompt first, into batches.
+    """Pack the responses of all prompts into batches, longest prompts first.
 
     Args:
-        groups: Responses by prompt. A group is split only if it is larger than a batch.
+        groups: The responses of each prompt. A group is split only if it is larger than a batch.
         batch_size: Maximum number of responses in a batch.
-        equal_lengths: Whether a batch has prompts of one length, which need no padding.
+        equal_lengths: Whether all prompts in a batch must have the same length, so that they need no padding.
 
     Returns:
         The batches.
@@ -255,17 +256,17 @@ def _fits_batch(
 
 
 def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> list[Scores]:
-    """Compute the log-softmax at each row's candidates, and log-sum-exps on the grid of temperatures.
+    """Compute the log-probabilities of each row's candidates, and its log-sum-exp at every temperature of the grid.
 
     Args:
         logits: (B, V) in float64.
-        candidates: Token ids of each row.
+        candidates: Token ids to score in each row.
 
     Returns:
-        For each row the candidates' log-probabilities and `logsumexp(logits / tau) - max / tau` for every tau.
+        The scores of each row.
 
     Raises:
-        ValueError: A candidate is not below V.
+        ValueError: A candidate is negative or not below V.
     """
     vocabulary = logits.shape[-1]
     for ids in candidates:
@@ -288,7 +289,7 @@ def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> l
 
 
 def _find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the end-of-sequence tokens of the model's generation settings and of the tokenizer."""
+    """Return the end-of-sequence tokens in the model's generation settings and in the tokenizer."""
     generation_config = getattr(model, "generation_config", None)
     model_ends = getattr(generation_config, "eos_token_id", None)
     if not isinstance(model_ends, list):
@@ -298,12 +299,12 @@ def _find_end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _load_pretrained(auto_class: Any, path: str | Path, **options: Any) -> Any:
-    """Call `from_pretrained` without remote code; raise a DataError of one line if it fails."""
+    """Call `from_pretrained` without remote code; raise a one-line DataError if it fails."""
     check_model(path)
     check_hub(path)
     try:
         return auto_class.from_pretrained(str(path), trust_remote_code=False, **options)
-    except ImportError:  # says which package to install
+    except ImportError:  # its message names the package to install
         raise
     except Exception as error:  # a damaged file or an unknown architecture may raise anything
         reason = type(error).__name__

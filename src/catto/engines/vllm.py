@@ -1,10 +1,10 @@
-"""Generate and score with vLLM in this process (offline). It was run on a CPU, not yet on a GPU.
+"""Generate and score with vLLM in this process (offline). Tested on a CPU, not yet on a GPU.
 
-One engine of raw log-probabilities does both. A label is scored by a request of its own: one token after the label's
-context with the log-probabilities of the whole vocabulary. They are the logits less a constant, so every tau is exact.
-vLLM has the context's keys and values in its prefix cache, so that such a request runs at most one block of tokens.
-The token that it draws is not used, and nothing is masked: vLLM renormalises what a mask leaves.
-No reasoning parser is used, so that token ids, text and log-probabilities line up.
+A single vLLM engine that returns raw log-probabilities does both. A label is scored by a separate request: one token
+after the label's context, with the log-probabilities of the whole vocabulary. They equal the logits up to a constant,
+so the scores are exact at every temperature. vLLM's prefix cache has the keys and values of the context, so such a
+request runs at most one block of tokens. The token that it draws is not used. Nothing is masked, because vLLM would
+renormalise the rest. No reasoning parser is used, so that token ids, text and log-probabilities match.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from catto.prompts import prompt_ids
 from catto.records import Key
 from catto.token_ids import decode_ids
 
-# vLLM refuses more. A recipe's `decode: greedy` rescales the stored answers and samples nothing.
-MOST_TEMPERATURE = 2.0
-# Labels in memory at a time: a vocabulary of 152k comes as Python numbers, some 17 MB per label.
+# vLLM refuses higher temperatures. A recipe's `decode: greedy` rescales the stored answers and samples nothing.
+MAX_TEMPERATURE = 2.0
+# Number of labels scored at a time: vLLM returns a vocabulary of 152k as Python numbers, about 17 MB per label.
 ROWS_AT_ONCE = 32
-# `head_dtype`: logits of a bf16 head move a two-label confidence by up to 1.5 points.
+# `head_dtype`: the logits of a bf16 head change a two-label confidence by up to 1.5 points.
 ENGINE_OPTIONS = {"logprobs_mode": "raw_logprobs", "max_logprobs": -1, "hf_overrides": {"head_dtype": "float32"}}
 # Sampling parameters of a request that scores a label.
 SCORING = {"temperature": 0.0, "max_tokens": 1, "logprobs": -1, "flat_logprobs": True, "detokenize": False}
 
 
 class VLLMEngine(Engine):
-    """The `Engine` protocol on a model that vLLM loads.
+    """An engine for a model that vLLM loads.
 
     Args:
         model: A folder or a hub id.
@@ -49,7 +49,7 @@ class VLLMEngine(Engine):
         config = self._llm.llm_engine.model_config
         self.model = model
         self.tokenizer = self._llm.get_tokenizer()
-        self.positions = int(config.max_model_len) - 1  # a scored context is followed by one token
+        self.positions = int(config.max_model_len) - 1  # one is left for the token that scoring generates
         self._vocabulary = int(config.get_vocab_size())
         self.name = f"vllm {vllm.__version__} {config.dtype}".replace("torch.", "")
         self.batch_size = batch_size
@@ -84,19 +84,20 @@ class VLLMEngine(Engine):
 
 
 def sampling_parameters(request: Request) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a request; `logprobs` 0 returns that of the drawn token.
+    """Return vLLM's sampling parameters for a request.
 
     Raises:
-        ValueError: vLLM refuses so high a temperature.
+        ValueError: The temperature is higher than vLLM allows.
     """
-    if request.temperature > MOST_TEMPERATURE:
-        limit = f"vLLM samples at temperatures up to {MOST_TEMPERATURE:g}, got {request.temperature:g}"
-        raise ValueError(f"{limit}: evaluation.decode greedy samples nothing, the engine transformers samples at any")
+    if request.temperature > MAX_TEMPERATURE:
+        limit = f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}, got {request.temperature:g}"
+        remedy = "use evaluation.decode greedy, which samples nothing, or the engine transformers"
+        raise ValueError(f"{limit}: {remedy}")
     return {
         "temperature": request.temperature,
         "seed": request.seed,
         "max_tokens": request.max_tokens,
-        "logprobs": 0,
+        "logprobs": 0,  # that of the drawn token only
         "stop": list(request.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
@@ -104,17 +105,17 @@ def sampling_parameters(request: Request) -> dict[str, Any]:
 
 
 def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -> Generation:
-    """Read a vLLM `RequestOutput`. Its end token is dropped, and its text is decoded here and cut after the stop text.
+    """Read a `RequestOutput` of vLLM. The end token is dropped; the text is decoded here and cut after the stop text.
 
     Args:
-        request: What was asked.
+        request: The request.
         output: The `RequestOutput`.
         tokenizer: The model's tokenizer.
         model: Name of the model in the record.
     """
     response = output.outputs[0]
     ids = list(response.token_ids)
-    # `stop_reason` is the stop text, or the token if it is another of the model's end tokens.
+    # `stop_reason` is the stop text, or the end token if the model has several and this is not the tokenizer's.
     if ids and ids[-1] in (tokenizer.eos_token_id, response.stop_reason):
         ids.pop()
     text = decode_ids(tokenizer, ids)
@@ -135,12 +136,12 @@ def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -
 
 
 def read_row(output: Any, vocabulary: int) -> Tensor:
-    """Read the log-probabilities of the whole vocabulary at the one position that was drawn, (V,) float64.
+    """Read the log-probabilities of the whole vocabulary at the single generated position, (V,) in float64.
 
-    vLLM's `FlatLogprobs` has the drawn token first, and again among all of them.
+    vLLM's `FlatLogprobs` lists the drawn token twice: first, and again among all tokens.
 
     Raises:
-        ValueError: Tokens are missing.
+        ValueError: The log-probability of a token is missing.
     """
     flat = output.outputs[0].logprobs
     row = np.full(vocabulary, np.nan)
