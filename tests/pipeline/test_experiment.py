@@ -115,7 +115,7 @@ def test_a_stream_is_refused_where_too_few_questions_are_left_beyond_train(tmp_p
     recipe = write_recipe(tmp_path, methods=["sft", "dpo+outcome"], teacher=teacher, **blocks)
     done = catto("run", recipe, cwd=tmp_path)
     assert done.returncode == 1
-    assert re.search(r"outcome\.held_out: \d+ questions are left beyond the 9 of train, expected 99", done.stderr)
+    assert re.search(r"outcome\.held_out: \d+ questions are left after the 9 of train, expected at least 99", done.stderr)
 
 
 def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:
@@ -204,7 +204,7 @@ def test_a_failed_stage_stops_only_what_depends_on_it(tmp_path: Path, capsys: Ca
     named = re.search(r"catto: questions mine: DataError: .*mine.jsonl row 1: .*; its log: (.*)", told.err)
     assert named is not None
     assert "DataError" in Path(named[1]).read_text()
-    assert told.err.splitlines()[-1] == "catto: not run, since they need what failed: 2 stages"
+    assert told.err.splitlines()[-1] == "catto: stages not run because they need a failed stage: 2"
     assert list((tmp_path / "out/stages").glob("teacher-witnesses-*/done.json"))
     assert not list((tmp_path / "out/stages").glob("teacher-mine-*"))
 
@@ -412,13 +412,13 @@ def test_stages_run_one_by_one_in_any_order_that_respects_needs(
     told = run(capsys, "stage", root, stages[1].key)
     assert (told.code, told.err.splitlines()[-1]) == (
         2,
-        "catto: responses witnesses needs what is not done: questions witnesses",
+        "catto: responses witnesses needs unfinished stages: questions witnesses",
     )
     told = run(capsys, "stage", root, "0" * 16)
     assert (told.code, told.err.count(f"{'0' * 16} is no stage of the recipes here")) == (2, 1)
     for stage in stages:
         assert run(capsys, "stage", root, stage.key).out == f"{stage.name}: done\n"
-        assert run(capsys, "stage", root, stage.key[:8]).out == f"{stage.name}: done already\n"
+        assert run(capsys, "stage", root, stage.key[:8]).out == f"{stage.name}: already done\n"
     run(capsys, "teach", tmp_path / "tiny.yaml", "--out", tmp_path / "other")
     for stage in stages:
         for path in stage_dir(tmp_path / "other", stage).glob("*.jsonl"):

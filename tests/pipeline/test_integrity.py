@@ -95,7 +95,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(made: Path, capsys: pytest.C
             with changed(path, damaged), pytest.raises(DataError, match=r"damaged: .*; --repair runs the stage again"):
                 check_stage(folder, contents=True)
     assert catto("verify", str(made / "run")) == 0
-    assert "finished stages are whole" in capsys.readouterr().out
+    assert "finished stages are intact" in capsys.readouterr().out
 
 
 def test_verify_names_the_stage_and_the_file(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,8 +117,8 @@ def test_verify_notices_swapped_folders(made: Path, tmp_path: Path, capsys: pyte
     aside.rename(other)
     assert catto("verify", str(copy / "run")) == 1
     told = capsys.readouterr().out
-    assert f"{one}: damaged: the folder holds the stage {other.name}" in told
-    assert f"{other}: damaged: the folder holds the stage {one.name}" in told
+    assert f"{one}: damaged: this is the folder of the stage {other.name}" in told
+    assert f"{other}: damaged: this is the folder of the stage {one.name}" in told
     assert catto("run", str(copy / "tiny.yaml"), "--out", str(copy / "run")) == 2
 
 

@@ -163,7 +163,7 @@ def test_what_a_process_refuses_is_the_stage_s_problem(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^ValueError: no pair$"):
         launch.run_processes([sys.executable, "-c", script], lambda *told: seen.append(told))
     assert seen == [(1, 2, "half")]
-    with pytest.raises(RuntimeError, match="a process of the training was killed"):
+    with pytest.raises(RuntimeError, match="a training process was killed"):
         launch.run_processes([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], lambda *told: None)
 
 
@@ -321,13 +321,13 @@ def test_too_few_devices_are_refused(config: str, devices: int, problem: str) ->
             "tensor, context or sequence parallelism",
         ),
         ({"distributed_type": "DEEPSPEED"}, "DeepSpeed, which is not installed: pip install deepspeed"),
-        ([1], "not a configuration file of Accelerate"),
+        ([1], "not an Accelerate configuration"),
         ("a: [1\n", "is not YAML"),
-        ({"distributed_type": "FSDP", "fsdp_config": [1]}, "fsdp_config and deepspeed_config are mappings"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": "x.json"}, "fsdp_config and deepspeed_config are"),
+        ({"distributed_type": "FSDP", "fsdp_config": [1]}, "fsdp_config and deepspeed_config must be mappings"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": "x.json"}, "fsdp_config and deepspeed_config must be"),
         (
             {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x.json"}},
-            "a file of DeepSpeed's own, whose stage is not read: set zero_stage",
+            "a DeepSpeed configuration file, whose ZeRO stage catto does not read: set zero_stage",
         ),
     ],
 )
@@ -347,7 +347,7 @@ def test_rcft_is_refused_where_the_model_is_in_pieces(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "find_spec", lambda module: object())
     for config, layout in {"fsdp2": "FSDP", "zero3": "ZeRO-3"}.items():
         recipe = Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}})
-        with pytest.raises(ValueError, match=f"rcft generates with the model that it trains, which {layout} keeps"):
+        with pytest.raises(ValueError, match=f"rcft generates with the model that it trains, which {layout} splits"):
             launch.check_launch(recipe)
     for config in ("ddp", "zero2"):
         launch.check_launch(Recipe.model_validate({**RECIPE, "launch": {**TWO, "config": config}}))

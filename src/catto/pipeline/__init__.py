@@ -1,1 +1,1 @@
-"""Recipe -> graph of stages -> files. Finished stages are not run again, and a killed run resumes."""
+"""Turn a recipe into a graph of stages and run it. Finished stages are not run again, and a killed run resumes."""

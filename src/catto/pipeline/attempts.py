@@ -1,13 +1,13 @@
 """Attempts at a stage: several may overlap, on one machine or on many, and exactly one becomes the stage.
 
-1.  An attempt works in a folder of its own, `<stage>.part-<inputs>-<random>`. The middle part is the hash of what
-    determines the stage, so work on other inputs is never continued.
-2.  It starts from a copy of the earlier attempt that came furthest. The copy is made in `<folder>.half` and renamed.
-3.  It holds a lock in its folder while it lives. The operating system drops the lock of a killed process, so whoever
-    can take the lock knows that the attempt was abandoned and may delete it.
-4.  It publishes by renaming its folder to `<stage>`. An attempt that comes second discards its work.
+1.  An attempt works in its own folder, `<stage>.part-<inputs>-<random>`. `<inputs>` is the beginning of the hash of
+    what determines the stage, so an attempt never continues work on different inputs.
+2.  It starts from a copy of the earlier attempt that got furthest. The copy is made in `<folder>.half` and renamed.
+3.  It holds a lock in its folder while its process lives. The operating system releases the lock of a killed process,
+    so whoever can acquire the lock knows that the attempt was abandoned and may delete it.
+4.  It publishes its result by renaming its folder to `<stage>`. An attempt that finishes second discards its work.
 
-Attempts at one stage begin, publish and delete one after the other, under the lock `.locks/<stage>`.
+Attempts at one stage begin, publish and delete one at a time, under the lock `.locks/<stage>`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ SECONDS_BETWEEN_REPORTS = 1.0
 
 
 class AttemptDeletedError(Exception):
-    """The folder of this attempt was deleted by another attempt at the same stage."""
+    """Another attempt at the same stage deleted the folder of this one."""
 
 
 @contextlib.contextmanager
 def lock_run(root: Path) -> Iterator[None]:
-    """Work in an experiment's folder as its only run; raise DataError if another run works there."""
+    """Hold the lock of an experiment's folder; raise DataError if another run holds it."""
     path = root / ".locks" / RUN_LOCK
     with atomic.write_errors_at(path, path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def lock_run(root: Path) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout:
-            message = "another run is working in this folder; wait for it, or give another --out"
+            message = "another run is working in this folder; wait for it, or use a different --out"
             raise DataError(root, None, message) from None
     try:
         yield
@@ -80,16 +80,22 @@ def lock_stage(root: Path, stage: Stage) -> FileLock:
 
 
 def attempt_folders(root: Path, stage: Stage, inputs_digest: str = "") -> list[Path]:
-    """Return the folders of the unfinished attempts at a stage, the one that came furthest last.
+    """Return the folders of the unfinished attempts at a stage; the one that got furthest is last.
 
-    inputs_digest: of the attempts that count; empty for all.
+    Args:
+        root: The experiment's folder.
+        stage: The stage.
+        inputs_digest: Return only the attempts on these inputs; if empty, return all.
     """
     paths = (root / "stages").glob(f"{stage.folder}{PART}*{inputs_digest[:8]}-*")
     return sorted((path for path in paths if path.suffix != HALF), key=measure_progress)
 
 
 def attempts_by_stage(root: Path) -> dict[str, list[Path]]:
-    """Return what attempts left, by the folder name of their stage. One scan serves thousands of stages."""
+    """Return the folders of unfinished attempts and replaced results, by the folder name of their stage.
+
+    One scan of the folder serves thousands of stages.
+    """
     by_stage: dict[str, list[Path]] = {}
     for mark in (PART, STALE):
         for path in (root / "stages").glob(f"*{mark}*"):
@@ -99,10 +105,10 @@ def attempts_by_stage(root: Path) -> dict[str, list[Path]]:
 
 
 def measure_progress(folder: Path) -> tuple[bool, int, int, str]:
-    """Return a key that orders attempts: is trained, step of the newest checkpoint, bytes of the journals, name."""
+    """Return a sort key for attempts: is trained, step of the newest checkpoint, bytes of the journals, folder name."""
     step = 0
     journal_bytes = 0
-    with contextlib.suppress(OSError):  # another attempt may delete the folder meanwhile
+    with contextlib.suppress(OSError):  # another attempt may be deleting the folder
         journal_bytes = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
     if (folder / "checkpoints").exists():
         from catto.training.checkpoints import newest_complete
@@ -114,7 +120,7 @@ def measure_progress(folder: Path) -> tuple[bool, int, int, str]:
 
 
 def read_progress(folder: Path) -> list[Any] | None:
-    """Return the finished and total units of an attempt and a note; None before its first report."""
+    """Return the last progress report of an attempt: finished units, total units and a note. None before the first."""
     with contextlib.suppress(OSError, ValueError):
         return list(json.loads((folder / PROGRESS).read_text(encoding="utf-8")))
     return None
@@ -126,7 +132,7 @@ def name_attempt(root: Path, stage: Stage, inputs_digest: str) -> Path:
 
 
 def is_published(root: Path, stage: Stage, inputs_digest: str) -> bool:
-    """Return whether the stage's own folder holds its result for these inputs. A damaged one raises DataError."""
+    """Return whether the stage's folder has a result for these inputs. Raise DataError for a damaged done.json."""
     folder = stage_dir(root, stage)
     try:
         return bool(read_done(folder)["content"] == inputs_digest)
@@ -137,7 +143,7 @@ def is_published(root: Path, stage: Stage, inputs_digest: str) -> bool:
 
 
 def is_abandoned(folder: Path) -> bool:
-    """Return whether the process of an attempt is gone, so that its lock can be taken."""
+    """Return whether the process of an attempt has ended: its lock can then be acquired."""
     try:
         with FileLock(folder / ATTEMPT_LOCK, timeout=0):
             return True
@@ -146,19 +152,19 @@ def is_abandoned(folder: Path) -> bool:
 
 
 def delete_abandoned(root: Path, stage: Stage) -> None:
-    """Delete replaced results, and attempts whose process is gone. The caller holds the lock of the stage."""
+    """Delete replaced results, and attempts whose process has ended. The caller must hold the lock of the stage."""
     for path in (root / "stages").glob(f"{stage.folder}{STALE}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in (root / "stages").glob(f"{stage.folder}{PART}*"):
         lock = FileLock(path / ATTEMPT_LOCK, timeout=0)
         with contextlib.suppress(Timeout, OSError), lock:
-            # attempt.json goes first: should the process live after all, it can no longer publish the rest.
+            # attempt.json is deleted first: if the process is still alive after all, it can no longer publish.
             (path / ATTEMPT).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
 
 def reopen_stage(root: Path, stage: Stage) -> list[Path]:
-    """Make a finished stage an unfinished attempt; return all attempts, any of which may be continued."""
+    """Turn a finished stage back into an unfinished attempt; return all attempts at the stage."""
     with lock_stage(root, stage):
         folder = stage_dir(root, stage)
         if folder.exists():
@@ -176,7 +182,14 @@ class Attempt:
     """One attempt at a stage. Leaving it without `publish` keeps its folder for the next attempt."""
 
     def __init__(self, root: Path, stage: Stage, inputs_digest: str, source: Path | None = None) -> None:
-        """Begin from the earlier attempt that came furthest, or from a finished stage (`source`)."""
+        """Create the attempt's folder and lock it.
+
+        Args:
+            root: The experiment's folder.
+            stage: The stage.
+            inputs_digest: What `digest_inputs` returns for the stage.
+            source: Folder of a finished stage to copy; None copies the earlier attempt that got furthest.
+        """
         self.root = root
         self.stage = stage
         self.inputs_digest = inputs_digest
@@ -195,11 +208,11 @@ class Attempt:
                 shutil.rmtree(half, ignore_errors=True)
                 self._lock.release()
                 raise
-            # What abandoned attempts held was copied, and their checkpoints take space.
+            # The work of the best abandoned attempt was copied; the checkpoints of all of them take space.
             delete_abandoned(root, stage)
 
     def _copy_earlier_work(self, half: Path, source: Path | None) -> None:
-        """Fill the folder of the new attempt with what it starts from, if there is anything."""
+        """Copy `source`, or the earlier attempt that got furthest, into the new folder `half`."""
         if source is not None:
             copy_attempt(source, half, self.out)
             return
@@ -208,9 +221,9 @@ class Attempt:
                 copy_attempt(earlier, half, self.out)
                 return
             except OSError as error:
-                if is_abandoned(earlier):  # nobody changes its files, so the next copy would fail too
+                if is_abandoned(earlier):  # nothing changes its files, so copying again would fail too
                     raise OSError(f"cannot copy {earlier}: {error}") from error
-            # It is alive and changed while it was copied: delete the partial copy, and try the next one.
+            # The earlier attempt is alive and changed during the copy: delete the partial copy and try the next one.
             for path in half.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -232,29 +245,38 @@ class Attempt:
             raise AttemptDeletedError("another attempt has taken the stage over")
 
     def report_progress(self, finished: int, total: int, note: str) -> None:
-        """Write the progress for observers on other machines; raise AttemptDeletedError if the folder was deleted.
+        """Write the progress for observers on other machines, at most once per `SECONDS_BETWEEN_REPORTS`.
 
-        A report within `SECONDS_BETWEEN_REPORTS` of the last one does neither.
+        Raises:
+            AttemptDeletedError: The folder was deleted.
         """
         now = time.monotonic()
         if now - self._reported_at < SECONDS_BETWEEN_REPORTS:
             return
         self._reported_at = now
         self.check_folder()
-        with contextlib.suppress(OSError):  # a full disk stops the stage where it writes its results
+        with contextlib.suppress(OSError):  # on a full disk the stage fails when it writes its results
             (self.out / PROGRESS).write_text(json.dumps([finished, total, note]), encoding="utf-8")
 
     def publish(self, details: Mapping[str, Any]) -> None:
-        """Make this attempt the stage. If another one is by now, discard this one."""
+        """Make this attempt the finished stage, or discard it if another attempt was published meanwhile.
+
+        Args:
+            details: How the stage ran, such as its seconds; stored in done.json.
+
+        Raises:
+            AttemptDeletedError: Another attempt deleted the folder.
+            DataError: The inputs of the stage changed while it ran.
+        """
         self.check_folder()
-        for leftover in self.out.rglob(".*.part"):  # files that a killed attempt was writing
+        for leftover in self.out.rglob(".*.part"):  # temporary files of a killed attempt
             if leftover.is_dir():
                 shutil.rmtree(leftover)
             else:
                 leftover.unlink()
         if digest_inputs(self.root, self.stage) != self.inputs_digest:
-            raise DataError(self.out, None, "what the stage needs was changed while it ran; run it again")
-        (self.out / PROGRESS).unlink(missing_ok=True)  # it depends on the clock, and a stage's files do not
+            raise DataError(self.out, None, "an input of the stage changed while it ran; run it again")
+        (self.out / PROGRESS).unlink(missing_ok=True)  # the published files must not depend on timing
         write_json(self.out / DONE, make_done(self.stage, self.out, self.inputs_digest, details))
         with lock_stage(self.root, self.stage):
             if is_published(self.root, self.stage, self.inputs_digest):
@@ -262,7 +284,7 @@ class Attempt:
                 return
             self.check_folder()
             final = stage_dir(self.root, self.stage)
-            if final.exists():  # the result of other inputs
+            if final.exists():  # the result for different inputs
                 final.rename(final.with_name(f"{final.name}{STALE}{secrets.token_hex(4)}"))
             self.out.rename(final)
             atomic.sync_folder(final.parent)
@@ -270,19 +292,28 @@ class Attempt:
 
 
 def copy_attempt(earlier: Path, half: Path, out: Path) -> None:
-    """Copy an earlier attempt to `half`, which will be renamed to `out`; OSError if it changes meanwhile."""
+    """Copy an earlier attempt, or a finished stage, into a new attempt.
+
+    Args:
+        earlier: The folder to copy.
+        half: The folder to copy to.
+        out: The path to which `half` will be renamed; the state of a checkpoint contains it.
+
+    Raises:
+        OSError: A file cannot be copied, or `earlier` changed during the copy.
+    """
     if (earlier / "checkpoints").exists():
         from catto.training.checkpoints import copy_newest
 
         copy_newest(earlier / "checkpoints", half / "checkpoints", out / "checkpoints")
     ignored = shutil.ignore_patterns(".*.part", "checkpoints", ".lock", DONE, ATTEMPT, ATTEMPT_LOCK, PROGRESS)
     shutil.copytree(earlier, half, ignore=ignored, copy_function=_link_weights_copy_others, dirs_exist_ok=True)
-    if (half / "training.json").exists():  # the training is over and its checkpoints are being deleted
+    if (half / "training.json").exists():  # the training has finished, so its checkpoints are no longer needed
         shutil.rmtree(half / "checkpoints", ignore_errors=True)
 
 
 def _link_weights_copy_others(source: str, target: str) -> None:
-    """Link weights, which are large and never written to again; copy what may be."""
+    """Hard-link weights, which are large and never modified; copy other files, which may be."""
     if source.endswith(".safetensors"):
         atomic.link_or_copy(Path(source), Path(target))
     else:

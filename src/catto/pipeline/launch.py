@@ -1,8 +1,8 @@
-"""One training in many processes: the stage starts `accelerate launch`, and each process runs `train_method`.
+"""Train in several processes: the stage starts `accelerate launch`, and each process runs `train_method`.
 
-The processes read the training's `Job` from a file. Their output goes to the stage's log, and rank 0 reports its
-progress on marked lines of it. They inherit the stage's pipe as their standard input and end when it closes, since the
-stage is gone then: `accelerate launch` would leave them, and the GPUs with them.
+The processes read the `TrainingJob` from a file. Their output goes to the stage's log, and rank 0 reports progress in
+lines that contain `MARK`. Their standard input is a pipe from the stage. It closes when the stage ends, and then the
+processes exit. `accelerate launch` would leave them running, with the GPUs occupied.
 """
 
 from __future__ import annotations
@@ -27,12 +27,24 @@ from catto.recipe.yaml_text import parse_yaml
 logger = logging.getLogger(__name__)
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
 MARK = "catto progress: "
-# Characters of an error that a process reports: a pipe takes lines below 4 KB whole, longer ones mix.
+# Maximum characters of an error that a process reports: writes to a pipe are atomic only below 4 KB.
 MOST_CHARACTERS = 2000
 
 
 def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
-    """Cut a step's batch over the processes, so that the step stays the same; accumulated micro-batches come first.
+    """Split the batch of an optimizer step over the processes, so that its size stays the same.
+
+    The micro-batches that are accumulated are distributed first. Only if these do not suffice is a micro-batch split.
+
+    Args:
+        arguments: Training arguments for a single process.
+        processes: Number of processes.
+
+    Returns:
+        The arguments that change.
+
+    Raises:
+        ValueError: The batch cannot be split equally.
 
     >>> split_batch({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, 4)
     {'per_device_train_batch_size': 2, 'gradient_accumulation_steps': 1}
@@ -53,7 +65,7 @@ def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
 
 
 def check_launch(recipe: Recipe) -> None:
-    """Raise ValueError where the processes could not share a method's batch, or its head not work in their layout."""
+    """Raise ValueError if a method of the recipe cannot be trained with the recipe's `launch` block."""
     launch = recipe.launch
     if launch.processes == 1:
         return
@@ -69,11 +81,15 @@ def check_launch(recipe: Recipe) -> None:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if method.rcft_weight and layout in ("FSDP", "ZeRO-3"):
-            raise ValueError(f"{name} generates with the model that it trains, which {layout} keeps in pieces: use ddp")
+            raise ValueError(f"{name} generates with the model that it trains, which {layout} splits: use ddp")
 
 
 def _read_layout(launch: LaunchSettings) -> str:
-    """Return DDP, FSDP, ZeRO-2 or ZeRO-3; raise ValueError for a layout in which the head is not known to work."""
+    """Return how the processes share the model: DDP, FSDP, ZeRO-2 or ZeRO-3.
+
+    Raises:
+        ValueError: The configuration is invalid, or the fused head is not known to work with it.
+    """
     path = CONFIGS.get(launch.config, Path(launch.config))
     if not path.is_file():
         raise ValueError(f"config {launch.config} is neither one of {', '.join(CONFIGS)} nor a file")
@@ -82,36 +98,36 @@ def _read_layout(launch: LaunchSettings) -> str:
     except (DataError, UnicodeDecodeError) as error:
         raise ValueError(f"config {launch.config} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or "distributed_type" not in config:
-        raise ValueError(f"config {launch.config} is not a configuration file of Accelerate: no distributed_type")
-    if not all(isinstance(_section(config, name), dict) for name in ("fsdp_config", "deepspeed_config")):
-        raise ValueError(f"config {launch.config}: fsdp_config and deepspeed_config are mappings")
-    problem = _find_obstacle(config)
+        raise ValueError(f"config {launch.config} is not an Accelerate configuration: it has no distributed_type")
+    if not all(isinstance(_get_section(config, name), dict) for name in ("fsdp_config", "deepspeed_config")):
+        raise ValueError(f"config {launch.config}: fsdp_config and deepspeed_config must be mappings")
+    problem = _find_unsupported(config)
     if problem is not None:
         raise ValueError(f"config {launch.config} asks for {problem}")
     kind = str(config["distributed_type"])
     if kind == "DEEPSPEED":
-        return f"ZeRO-{_section(config, 'deepspeed_config').get('zero_stage', 2)}"
+        return f"ZeRO-{_get_section(config, 'deepspeed_config').get('zero_stage', 2)}"
     return "FSDP" if kind == "FSDP" else "DDP"
 
 
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a mapping within a configuration of Accelerate; an empty one where it is missing."""
+def _get_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a mapping in an Accelerate configuration; an empty one if it is missing."""
     return config.get(name) or {}
 
 
-def _find_obstacle(config: Mapping[str, Any]) -> str | None:
-    """Return what a configuration of Accelerate asks for in which the head is not known to work."""
+def _find_unsupported(config: Mapping[str, Any]) -> str | None:
+    """Return the first setting of an Accelerate configuration with which the fused head is not known to work."""
     kind = str(config["distributed_type"])
     if config.get("num_machines", 1) != 1:
-        return "several machines: a stage starts the processes of its own"
+        return "several machines: a stage starts only the processes of its own machine"
     if config.get("parallelism_config"):
         return "tensor, context or sequence parallelism: every process must see whole rows"
     if config.get("mixed_precision") == "fp8":
-        return "fp8: the head's products are in 16 or 32 bits"
-    if kind == "FSDP" and str(_section(config, "fsdp_config").get("fsdp_version", 1)) != "2":
+        return "fp8: the head multiplies in 16 or 32 bits"
+    if kind == "FSDP" and str(_get_section(config, "fsdp_config").get("fsdp_version", 1)) != "2":
         return "FSDP 1, which flattens the head's weight: set fsdp_version: 2"
-    if "deepspeed_config_file" in _section(config, "deepspeed_config"):
-        return "a file of DeepSpeed's own, whose stage is not read: set zero_stage"
+    if "deepspeed_config_file" in _get_section(config, "deepspeed_config"):
+        return "a DeepSpeed configuration file, whose ZeRO stage catto does not read: set zero_stage"
     if kind not in ("MULTI_GPU", "FSDP", "DEEPSPEED"):
         return f"distributed_type {kind}"
     if kind == "DEEPSPEED" and not find_spec("deepspeed"):
@@ -120,31 +136,44 @@ def _find_obstacle(config: Mapping[str, Any]) -> str | None:
 
 
 def build_command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
-    """Return the command that starts the processes; devices: the machine's GPUs, 0 for training on a CPU."""
+    """Return the command that starts the processes.
+
+    Args:
+        launch: The recipe's settings.
+        job: The file with the `TrainingJob`.
+        devices: Number of GPUs of this machine; 0 trains on the CPU.
+
+    Raises:
+        ValueError: The layout needs GPUs, or there are fewer GPUs than processes.
+    """
     layout = _read_layout(launch)
     entry = ["-m", __name__, str(job)]
     if not devices and layout != "DDP":
         raise ValueError(f"{layout} needs GPUs: on a CPU Accelerate would train with DDP instead")
-    if not devices:  # `accelerate launch` starts a single process on a CPU
+    if not devices:  # on a CPU, `accelerate launch` would start a single process
         processes = f"--nproc_per_node={launch.processes}"
         return [sys.executable, "-m", "torch.distributed.run", "--standalone", processes, *entry]
     if devices < launch.processes:
         raise ValueError(f"{launch.processes} processes need as many GPUs, and there are {devices}")
     file = CONFIGS.get(launch.config, Path(launch.config))
     options = [f"--config_file={file}", f"--num_processes={launch.processes}", "--num_machines=1"]
-    # Port 0 is a free one: stages may train side by side.
+    # Port 0 picks a free port: several stages may train at the same time.
     return [sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port=0", *entry]
 
 
 # ---- the stage and its processes ------------------------------------------------------------------------------------
 
 
-def run_processes(words: list[str], progress: Callable[[int, int, str], None]) -> None:
-    """Run the command, log what it prints and report its progress; RuntimeError with the reason where it fails."""
-    logger.info("starting %s", " ".join(words))
-    problem = ""
+def run_processes(command: list[str], progress: Callable[[int, int, str], None]) -> None:
+    """Run the command that starts the processes, log its output and report its progress.
+
+    Raises:
+        RuntimeError: The command failed; the message is the first error that a process reported.
+    """
+    logger.info("starting %s", " ".join(command))
+    first_error = ""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(words, text=True, errors="replace", **pipes) as launched:
+    with subprocess.Popen(command, text=True, errors="replace", **pipes) as launched:
         try:
             for line in launched.stdout or ():
                 printed, _, message = line.partition(MARK)
@@ -153,32 +182,37 @@ def run_processes(words: list[str], progress: Callable[[int, int, str], None]) -
                 report = _parse_report(message)
                 if isinstance(report, list):
                     progress(*report)
-                elif report and not problem:
-                    problem = report
+                elif report and not first_error:
+                    first_error = report
         finally:
-            launched.terminate()  # where the stage is interrupted
+            launched.terminate()  # needed if the stage is interrupted
     if launched.returncode:
-        raise RuntimeError(problem or f"a process of the training was killed (exit code {launched.returncode})")
+        raise RuntimeError(first_error or f"a training process was killed (exit code {launched.returncode})")
 
 
 def _parse_report(message: str) -> Any:
-    """Return what a process reports: its progress as a list, an error as text; None for nothing."""
+    """Return what a process reported after `MARK`: a list for progress, a string for an error; None for nothing."""
     if not message:
         return None
     try:
         return json.loads(message)
-    except json.JSONDecodeError:  # mixed with another line: of an error, what arrived of it
-        return message.strip()[:MOST_CHARACTERS] if message.startswith('"') else None
+    except json.JSONDecodeError:  # mixed with the output of another process: keep an error as far as it is readable
+        is_error = message.startswith('"')
+        return message.strip()[:MOST_CHARACTERS] if is_error else None
 
 
-def _end_with_the_stage() -> None:
-    """Wait until the stage's pipe closes; nothing is ever written into it."""
+def _exit_with_stage() -> None:
+    """Exit this process when the stage's pipe closes; nothing is ever written to the pipe."""
     os.read(sys.stdin.fileno(), 1)
-    os._exit(1)  # the main thread may be waiting for another process
+    os._exit(1)  # not sys.exit: the main thread may be waiting for another process
 
 
 def run_process(file: str) -> None:
-    """Be one of the processes. Rank 0 alone reports, and logs more than errors."""
+    """Run one of the processes. All report errors; only rank 0 reports progress and logs more than errors.
+
+    Args:
+        file: The file with the `TrainingJob`.
+    """
     from pydantic import TypeAdapter
 
     from catto.pipeline.kinds.train import TrainingJob
@@ -198,5 +232,5 @@ def run_process(file: str) -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_the_stage, daemon=True).start()
+    threading.Thread(target=_exit_with_stage, daemon=True).start()
     run_process(sys.argv[1])

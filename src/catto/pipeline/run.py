@@ -1,4 +1,4 @@
-"""Run stages: what is missing of a graph, here and one after the other; or a single one, for whoever orders them."""
+"""Run the missing stages of a graph on this machine, one after the other, or a single stage for another scheduler."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from catto.pipeline.stage import LOG, Stage, Work, list_needed, stage_dir
 from catto.records import Refusal
 from catto.teacher.responses import forget_refusals, refusals
 
-# With fewer bytes left than this a failure is attributed to a full disk.
+# If fewer bytes than this are free, a failure is attributed to a full disk.
 ROOM = 2**20
-# What --repair moves aside gets this suffix.
+# Suffix of the folders that --repair moves aside.
 DAMAGED = ".damaged"
 Progress = Callable[[int, int, str], None]
-# An NFS client looks again after 60 s (acdirmax).
+# An NFS client may cache the entries of a folder for 60 s (acdirmax).
 SECONDS_TO_WAIT = 75.0
 SECONDS_BETWEEN_LOOKS = 5.0
 logger = logging.getLogger(__name__)
 
 
 class Display(Protocol):
-    """What shows a run to a person."""
+    """Shows a run to the user."""
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show that a stage began."""
 
     def progress(self, stage: Stage, finished: int, total: int, note: str) -> None:
-        """Show how far a running stage is."""
+        """Show the progress of a running stage."""
 
     def ended(self, stage: Stage, outcome: str, seconds: float) -> None:
         """Show that a stage ended: done, unchanged, failed or blocked."""
@@ -55,9 +55,9 @@ class Ending(NamedTuple):
     """How a stage ended.
 
     Attributes:
-        outcome: done, unchanged (an earlier result of equal inputs was copied), failed or blocked.
+        outcome: done, unchanged (an earlier result for the same inputs was copied), failed or blocked.
         problem: Why it failed.
-        log: The log of a failed stage; the experiment's folder where it failed before it had one.
+        log: The log of a failed stage; the experiment's folder if it failed before it had a log.
     """
 
     outcome: str
@@ -67,15 +67,22 @@ class Ending(NamedTuple):
 
 @dataclass
 class Outcome:
-    """How a run ended; without a failed stage everything is there."""
+    """How a run ended. If no stage failed, all goals are done.
+
+    Attributes:
+        finished: The stages that ran without an error.
+        failed: The log of each failed stage, by its name and problem.
+        blocked: The stages that did not run, because a stage they need failed or was blocked.
+        stopped: The keys of the failed and the blocked stages.
+    """
 
     finished: list[Stage] = field(default_factory=list)
-    failed: dict[str, Path] = field(default_factory=dict)  # stage name and problem -> its log
+    failed: dict[str, Path] = field(default_factory=dict)
     blocked: list[Stage] = field(default_factory=list)
-    stopped: set[str] = field(default_factory=set)  # keys of the failed and the blocked
+    stopped: set[str] = field(default_factory=set)
 
     def add(self, stage: Stage, ending: Ending) -> None:
-        """Count a stage that ran."""
+        """Record the ending of a stage that ran."""
         if ending.outcome == "failed":
             self.failed[f"{stage.name}: {ending.problem}"] = ending.log
             self.stopped.add(stage.key)
@@ -83,7 +90,7 @@ class Outcome:
             self.finished.append(stage)
 
     def blocks(self, stage: Stage) -> bool:
-        """Whether a stage cannot run, since it needs one that failed; count it if so."""
+        """Return whether a stage cannot run because a need failed or is blocked; if so, record it as blocked."""
         is_blocked = any(need.key in self.stopped for need in stage.needs.values())
         if is_blocked:
             self.blocked.append(stage)
@@ -92,52 +99,52 @@ class Outcome:
 
 
 def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
-    """Run the goals and what they need. A failed stage stops only what depends on it.
+    """Run the goals and the stages they need. A failed stage stops only what depends on it.
 
     Raises:
-        DataError: Another run works in the folder, or a finished stage is damaged. Files of another size are noticed
-            before anything runs, other bytes before a stage reads them.
+        DataError: Another run works in the folder, or a finished stage is damaged. A changed file size is detected
+            before anything runs; changed content only before a stage reads the file.
     """
     outcome = Outcome()
-    checked: set[Path] = set()  # folders, see `run_stage`
-    number = 0
+    verified_folders: set[Path] = set()
+    started_count = 0
     with lock_run(root):
-        missing = sum(state != "done" for _, state in list_states(root, goals))
+        missing_count = sum(state != "done" for _, state in list_states(root, goals))
         leftovers = attempts.attempts_by_stage(root)
         for stage in list_needed(list(goals)):
             if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
             elif not stages.is_done(root, stage):
-                number += 1
-                # More than were missing may run: a need with another result makes a finished stage stale.
-                display.started(stage, number, max(missing, number))
+                started_count += 1
+                # More stages may run than were missing: if the result of a need changes, a finished stage is stale.
+                display.started(stage, started_count, max(missing_count, started_count))
                 began = time.monotonic()
-                ending = run_stage(root, stage, partial(display.progress, stage), checked)
+                ending = run_stage(root, stage, partial(display.progress, stage), verified_folders)
                 outcome.add(stage, ending)
                 display.ended(stage, ending.outcome, time.monotonic() - began)
-            elif stage.folder in leftovers:  # the run that finished the stage was killed while it deleted them
+            elif stage.folder in leftovers:  # an earlier run was killed after it published, before it deleted them
                 with attempts.lock_stage(root, stage):
                     attempts.delete_abandoned(root, stage)
-    release_engine()
+    release_engine()  # free the memory of the last model
     return outcome
 
 
-def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) -> Ending:
-    """Run a stage whose needs are done, in an attempt of its own, unless its result is there already.
+def run_stage(root: Path, stage: Stage, progress: Progress, verified_folders: set[Path]) -> Ending:
+    """Run a stage whose needs are done, as a new attempt, unless its result already exists.
 
     Args:
         root: The experiment's folder.
         stage: The stage.
         progress: Called with the finished and total units of the stage, and a note.
-        checked: Folders whose bytes were compared with what was written. The folders that this stage reads are added,
-            so each is compared once a run.
+        verified_folders: Folders whose files match the hashes in their done.json. The folders that this stage reads
+            are added, so that each folder is verified once per run.
 
     Returns:
-        How the stage ended: `done` also where another process finished it meanwhile. An exception of the stage is an
-        Ending too, and its traceback is in the log.
+        How the stage ended; also `done` if another process finished it meanwhile. If the stage raises an exception, it
+        is `failed` and the traceback is in the log.
 
     Raises:
-        DataError: The done.json of the stage, or of one that it needs, is damaged.
+        DataError: The done.json of the stage, or of one of its needs, is damaged.
     """
     inputs_digest = stages.digest_inputs(root, stage)
     if attempts.is_published(root, stage, inputs_digest):
@@ -147,27 +154,27 @@ def run_stage(root: Path, stage: Stage, progress: Progress, checked: set[Path]) 
             return Ending("unchanged")
         attempt = attempts.Attempt(root, stage, inputs_digest)
     except (OSError, AttemptDeletedError, DataError) as error:
-        # Another attempt that publishes deletes this one, which may raise any of these.
+        # Another attempt may have published its result and deleted this one, which causes any of these errors.
         if attempts.is_published(root, stage, inputs_digest):
             return Ending("done")
         return Ending("failed", f"cannot begin: {error}", log=root)
     try:
-        with attempt:  # holds its lock
-            _run_and_publish(attempt, progress, checked)
+        with attempt:  # keeps its lock until the end
+            _run_and_publish(attempt, progress, verified_folders)
     except Exception as error:
-        # Another attempt that publishes deletes the files of this one, which may raise anything.
+        # Another attempt may have published its result and deleted the files of this one, which causes any error.
         if attempts.is_published(root, stage, inputs_digest):
             return Ending("done")
         if isinstance(error, AttemptDeletedError):
-            # The stage may have written into its deleted folder again.
+            # After the deletion, the stage may have created the folder again by writing to it.
             shutil.rmtree(attempt.out, ignore_errors=True)
             return Ending("failed", str(error), log=root)
         return _describe_failure(error, attempt)
     return Ending("done")
 
 
-def _run_and_publish(attempt: attempts.Attempt, progress: Progress, checked: set[Path]) -> None:
-    """Run a stage in the folder of an attempt, and publish it with its time, versions and threads."""
+def _run_and_publish(attempt: attempts.Attempt, progress: Progress, verified_folders: set[Path]) -> None:
+    """Run a stage in the folder of an attempt and publish it, with its duration, library versions and thread count."""
 
     def report(finished: int, total: int, note: str) -> None:
         attempt.report_progress(finished, total, note)
@@ -175,8 +182,8 @@ def _run_and_publish(attempt: attempts.Attempt, progress: Progress, checked: set
 
     began = time.monotonic()
     with logging_to(attempt.out / LOG):
-        _run_work(Work(attempt.stage, attempt.root, attempt.out, report), checked)
-    # The last bits of what torch computes depend on how many threads it has.
+        _run_work(Work(attempt.stage, attempt.root, attempt.out, report), verified_folders)
+    # The last bits of torch's results depend on its number of threads.
     torch = sys.modules.get("torch")
     details = {
         "seconds": time.monotonic() - began,
@@ -187,25 +194,25 @@ def _run_and_publish(attempt: attempts.Attempt, progress: Progress, checked: set
 
 
 def _describe_failure(error: Exception, attempt: attempts.Attempt) -> Ending:
-    """Return how a failed attempt ended, and add the traceback of the current exception to its log."""
+    """Return the Ending of a failed attempt, and append the traceback of the current exception to its log."""
     log = attempt.out / LOG
     with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as file:  # the disk may be full
         traceback.print_exc(file=file)
     problem = f"{type(error).__name__}: {error}"
-    # Libraries report a full disk in words of their own, such as a position in an archive.
+    # Libraries describe a full disk in different ways, for example as an unexpected position in an archive.
     if shutil.disk_usage(attempt.root).free < ROOM:
         problem += " (the disk is full)"
     return Ending("failed", problem, log=log)
 
 
 def reuse_earlier_result(root: Path, stage: Stage, inputs_digest: str) -> bool:
-    """Publish a copy of another stage's result as this stage's, if that stage had the same name and inputs.
+    """If a finished stage had the same name and inputs as this one, publish a copy of its result.
 
-    It is of another recipe, or of this one before a setting changed: its key differs, but what the needs hold is the
-    same. So its folder differs from this stage's, in which `is_published` looks, only in the key at its end.
+    Such a stage belongs to a different recipe, or to this recipe before a setting changed. Its key differs, but the
+    files of its needs are the same. So its folder has the same name, except for the key at the end.
 
     Returns:
-        Whether there was such a result. A damaged one is passed over.
+        Whether there was such a result. A damaged result is skipped.
     """
     readable_name = stage.folder.rpartition("-")[0]
     any_key = "[0-9a-f]" * 8
@@ -215,7 +222,7 @@ def reuse_earlier_result(root: Path, stage: Stage, inputs_digest: str) -> bool:
             if done_record["content"] != inputs_digest:
                 continue
             stages.check_stage(finished, contents=True)
-        except DataError:  # deleted or damaged
+        except DataError:  # damaged, or deleted meanwhile
             continue
         details = {name: value for name, value in done_record.items() if name in ("seconds", "versions", "threads")}
         with attempts.Attempt(root, stage, inputs_digest, source=finished) as attempt:
@@ -225,14 +232,14 @@ def reuse_earlier_result(root: Path, stage: Stage, inputs_digest: str) -> bool:
 
 
 def wait_for_stages(root: Path, wanted: Collection[Stage], waiting_name: str) -> list[str]:
-    """Wait until the stages are done, up to `SECONDS_TO_WAIT`.
+    """Wait until the stages are done, at most `SECONDS_TO_WAIT`.
 
-    A network file system may show what another machine has just finished up to a minute later.
+    A network file system may take up to a minute to show what another machine has written.
 
     Args:
         root: The experiment's folder.
-        wanted: The stages.
-        waiting_name: What waits for them, for the log.
+        wanted: The stages to wait for.
+        waiting_name: The name of what waits for them, for the log.
 
     Returns:
         The names of the stages that are still not done.
@@ -246,61 +253,64 @@ def wait_for_stages(root: Path, wanted: Collection[Stage], waiting_name: str) ->
         time.sleep(min(SECONDS_BETWEEN_LOOKS, SECONDS_TO_WAIT))
 
 
-def _run_work(work: Work, checked: set[Path]) -> None:
-    """Check the bytes of what a stage reads, except in the `checked` folders, and call the function of its kind.
+def _run_work(work: Work, verified_folders: set[Path]) -> None:
+    """Verify the folders that a stage reads, unless they are in `verified_folders`, and run the stage.
 
-    Folders without damage are added to `checked`.
+    The folders are added to `verified_folders`.
     """
     kind = STAGE_KINDS[work.stage.kind]
     if kind.loads_model:
         release_engine()  # two models may not fit into memory
     for need in work.stage.needs.values():
         for folder in stages.list_folders_read(work.root, need):
-            if folder not in checked:
+            if folder not in verified_folders:
                 stages.check_stage(folder, contents=True)
-                checked.add(folder)
+                verified_folders.add(folder)
     kind.run(work)
 
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Send logging, warnings and whatever libraries print during a stage to its log, which is appended to."""
+    """Append log messages, warnings and everything that libraries print to a log file."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-    top = logging.getLogger()
-    level = top.level
-    top.addHandler(handler)
-    top.setLevel(logging.INFO)
+    root_logger = logging.getLogger()
+    earlier_level = root_logger.level
+    root_logger.addHandler(handler)
+    root_logger.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    printed = _Printed(handler.stream)
+    stream = _LogStream(handler.stream)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield
     finally:
-        printed.log = None
+        stream.log = None
         logging.captureWarnings(False)
-        top.setLevel(level)
-        top.removeHandler(handler)
+        root_logger.setLevel(earlier_level)
+        root_logger.removeHandler(handler)
         handler.close()
 
 
-class _Printed(io.TextIOBase):
-    """Replaces stdout and stderr. A library that keeps a reference writes to stderr once the log is closed."""
+class _LogStream(io.TextIOBase):
+    """Replaces stdout and stderr during a stage.
+
+    A library may keep a reference to it. When the log is closed, such a library writes to stderr instead.
+    """
 
     def __init__(self, log: TextIO | None) -> None:
         self.log = log
 
     def write(self, text: str) -> int:
-        """Write to the log while its stage runs."""
+        """Write to the log; to stderr if the log is closed."""
         return (self.log or sys.stderr).write(text)
 
     def flush(self) -> None:
-        """Flush the stream that is written to."""
+        """Flush the log; stderr if the log is closed."""
         (self.log or sys.stderr).flush()
 
 
 def list_states(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
-    """Return every stage with its state: done, begun or to do. What needs a stage that is not done is not done."""
+    """Return every stage with its state: done, begun or to do. A stage is done only if all its needs are done."""
     states: dict[str, str] = {}
     all_stages = list_needed(list(goals))
     begun = attempts.attempts_by_stage(root)
@@ -317,9 +327,12 @@ def list_states(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
 
 
 def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
-    """Rename the folder of every damaged stage to `<folder>.damaged`, so that it runs again; return those stages.
+    """Rename the folder of every damaged stage to `<folder>.damaged`, so that the stage runs again.
 
-    Only the folder that an earlier repair moved aside is deleted.
+    A folder that an earlier repair moved to the same name is deleted.
+
+    Returns:
+        The damaged stages.
     """
     moved = []
     with lock_run(root):
@@ -330,14 +343,14 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
                     stages.check_stage(folder, contents=True)
             except DataError:
                 aside = folder.with_name(folder.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # an earlier repair may have left one
+                shutil.rmtree(aside, ignore_errors=True)  # from an earlier repair
                 folder.rename(aside)
                 moved.append(stage)
     return moved
 
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
-    """Return the stages, finished or begun, in which the teacher's server refused requests, with those."""
+    """Return the stages, finished or begun, in which the teacher's server refused requests, each with the refusals."""
     refused = []
     begun = attempts.attempts_by_stage(root)
     for stage in list_needed(list(goals)):
@@ -346,20 +359,20 @@ def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list
             folders = [stage_dir(root, stage)]
         elif stage.folder in begun:
             folders = attempts.attempt_folders(root, stage)
-        # Of several attempts the one that came furthest counts, which is the last.
+        # Of several attempts with refusals, report the one that got furthest. It is the last one.
         for folder in reversed(folders):
-            requests = refusals(folder)
-            if requests:
-                refused.append((stage, requests))
+            refused_requests = refusals(folder)
+            if refused_requests:
+                refused.append((stage, refused_requests))
                 break
     return refused
 
 
 def forget_refused(root: Path, goals: Sequence[Stage]) -> None:
-    """Let the next run ask refused requests again.
+    """Let the next run send refused requests again.
 
-    A stage with refused requests becomes an unfinished one without refusals, so it asks for what is missing. If a
-    response came, the stages that were made without it are stale and run again too.
+    A stage with refused requests becomes unfinished and forgets them, so that the next run sends them again. If a
+    response arrives, the stages that depend on it are stale and run again too.
     """
     with lock_run(root):
         for stage, _ in refused_stages(root, goals):

@@ -1,13 +1,16 @@
-"""A stage: what determines it, where its files are, and whether they are what it wrote.
+"""A stage: what determines its result, where its files are, and whether they are unchanged.
 
-The key of a stage is a hash of its kind, its settings and the keys of what it needs, and of nothing else: two recipes
-that agree on a stage share it, and a changed setting reruns exactly what depends on it.
+The key of a stage is a hash of its kind, its settings and the keys of the stages it needs, and of nothing else. Two
+recipes that agree on a stage share it, and a changed setting reruns exactly what depends on it.
 
 Attempts at a stage work in folders of their own (`catto.pipeline.attempts`), and one of them becomes `<folder>`. Its
-`done.json` records size and hash of every file, for two reasons. Damage is noticed: sizes whenever the stage is looked
-at, bytes before another stage reads them. And a stage depends on what its needs hold, not on when they were made
-(`digest_inputs`, stored as `content`): needs that were made again with the same result change nothing; another result
-makes the stage stale, so that it runs again.
+`done.json` records the size and hash of every file, for two reasons:
+
+- To detect damage. Sizes are compared whenever the state of the stage is checked, hashes before another stage reads
+  the files.
+- To detect stale stages. A stage depends on the files of its needs, not on when they were made (`digest_inputs`, stored
+  as `content`). If a need is run again with the same result, nothing changes; with a different result, the stage is
+  stale and runs again.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ from catto.io.text_files import read_json
 from catto.methods import Method
 from catto.records import content_hash
 
-# Raised when the meaning of a stage changes, so that old folders are not taken for new ones.
+# Increased when the meaning of a stage changes, so that folders from before are not reused.
 VERSION = 3
-# Files about how a stage ran are not sealed; the others are what it made.
+# Files about how a stage ran are not sealed; all others are its result.
 DONE = "done.json"
 LOG = "log.txt"
 ATTEMPT = "attempt.json"
@@ -47,19 +50,27 @@ _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What determines a stage of one kind.
+    """The settings that determine a stage of one kind.
 
-    Everything counts that is not `excluded` by name, so a setting that is added to a block of the recipe changes keys
-    until somebody says that it has no part in the stage. A field that has its default, or that is not compared, does
-    not count. Neither does a name of a block that is `optional` and has its default there: it was added to the block
-    when there were keys already, and these stay as they are.
+    A setting is part of the stage's key unless
+
+    - its field has its default value, or is declared with `compare=False`;
+    - it is in a block, such as a block of the recipe, and `excluded` names it there;
+    - it is in a block, has its default value, and `optional` names it there. Such a setting was added after keys had
+      been stored, and the default must not change these.
+
+    So a new setting in a block changes keys until it is excluded.
+
+    Attributes:
+        excluded: For a field with a block, the names in the block that are never part of the key.
+        optional: For a field with a block, the names in the block that are not part of the key at their default.
     """
 
-    excluded: ClassVar[Mapping[str, frozenset[str]]] = {}  # field that holds a block -> names in it that do not count
-    optional: ClassVar[Mapping[str, frozenset[str]]] = {}  # -> names that do not count at their default
+    excluded: ClassVar[Mapping[str, frozenset[str]]] = {}
+    optional: ClassVar[Mapping[str, frozenset[str]]] = {}
 
     def key_fields(self) -> dict[str, Any]:
-        """Return the part of the settings that the key is a hash of, as JSON values."""
+        """Return the settings that are hashed into the key, as JSON values."""
         values: dict[str, Any] = {}
         for name, value in vars(self).items():
             declared = self.__dataclass_fields__[name]
@@ -78,7 +89,7 @@ class StageSettings:
         return values
 
     def _names_at_default(self, field: str, block: Any) -> set[str]:
-        """Return which `optional` names of the block in a field have their default; none where the block is None."""
+        """Return the `optional` names that have their default value in the block of a field; none if it is None."""
         if block is None:
             return set()
         unset: set[str] = set()
@@ -101,6 +112,12 @@ S = TypeVar("S", bound=StageSettings, default=Any)
 class Stage(Generic[S]):
     """One node of the graph.
 
+    Attributes:
+        kind: The kind of stage, a key of `STAGE_KINDS`.
+        name: A readable name.
+        settings: What determines the result, besides the needs.
+        needs: The stages whose files this one reads, by their role.
+
     >>> Stage("tau", "tau sft snli seed 0", StageSettings()).folder.rpartition("-")[0]
     'tau-sft-snli-seed-0'
     """
@@ -118,12 +135,12 @@ class Stage(Generic[S]):
 
     @property
     def folder(self) -> str:
-        """Name of its folder: readable, and unique by the key."""
+        """Name of its folder: the readable name, made unique by the key."""
         return folder_name(self.name, self.key)
 
     @property
     def method(self) -> str | None:
-        """The method that a training trains."""
+        """The method of a training stage; None for other kinds."""
         if self.kind != "train":
             return None
         settings: Any = self.settings
@@ -131,7 +148,7 @@ class Stage(Generic[S]):
 
 
 def folder_name(name: str, key: str) -> str:
-    """Return the name of the folder of a stage.
+    """Return the folder name of the stage with this name and key.
 
     >>> folder_name("tau sft snli seed 0", "5f2c81d09ab34e67")
     'tau-sft-snli-seed-0-5f2c81d0'
@@ -141,7 +158,7 @@ def folder_name(name: str, key: str) -> str:
 
 
 def list_needed(goals: list[Stage]) -> list[Stage]:
-    """Return the goals and all they need, each once (by key), what is needed first.
+    """Return the goals and all stages they need, directly or not. Each key occurs once, after the stages it needs.
 
     >>> questions = Stage("questions", "questions snli", StageSettings())
     >>> [stage.kind for stage in list_needed([Stage("rows", "rows snli", StageSettings(), {"questions": questions})])]
@@ -166,9 +183,12 @@ def stage_dir(root: Path, stage: Stage) -> Path:
 
 
 def resolve_choice(root: Path, stage: Stage, role: str = "model") -> Stage:
-    """Return the training that a finished choice took, or with the role `validation` that training's predictions.
+    """Return the stage that a finished choice of a learning rate selected. Any other stage is returned unchanged.
 
-    A stage that is no choice is returned itself.
+    Args:
+        root: The experiment's folder.
+        stage: The choice, or any other stage.
+        role: `model` for the selected training, `validation` for its validation predictions.
     """
     if stage.kind != "chosen":
         return stage
@@ -177,14 +197,14 @@ def resolve_choice(root: Path, stage: Stage, role: str = "model") -> Stage:
 
 
 def list_folders_read(root: Path, need: Stage) -> Iterator[Path]:
-    """Yield the folders that are read of a need: its own and, of a finished choice, the chosen model's."""
+    """Yield the folders to read for a need: its own and, if it is a finished choice, that of the selected model."""
     yield stage_dir(root, need)
     if need.kind == "chosen" and stage_dir(root, need).exists():
         yield stage_dir(root, resolve_choice(root, need))
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, atomically."""
     write_text(path, _format_json(value))
 
 
@@ -194,13 +214,13 @@ def _format_json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Work(Generic[S]):
-    """What the function of a stage gets.
+    """The argument of the function that runs a stage.
 
     Attributes:
         stage: The stage.
         root: The experiment's folder.
-        out: Where the stage writes, and where it resumes from.
-        progress: Called with the finished and total units, and a note.
+        out: The folder to write to; when the stage resumes, it has the files of the earlier attempt.
+        progress: Called with the finished units, the total units and a note.
     """
 
     stage: Stage[S]
@@ -214,31 +234,31 @@ class Work(Generic[S]):
         return self.stage.settings
 
     def input(self, role: str) -> Path:
-        """Return the folder of what it needs."""
+        """Return the folder of the need with this role."""
         return stage_dir(self.root, self.stage.needs[role])
 
     def model(self, role: str = "model") -> Path:
-        """Return the folder of a model that it needs: a training's own, or the chosen one."""
+        """Return the model's folder of the need with this role: a training, or the one that a choice selected."""
         return stage_dir(self.root, resolve_choice(self.root, self.stage.needs[role])) / "model"
 
 
-# ---- what a finished stage holds ------------------------------------------------------------------------------------
+# ---- the files of a finished stage ----------------------------------------------------------------------------------
 
 
 def digest_inputs(root: Path, stage: Stage) -> str:
-    """Hash what determines a stage: its name and settings, and the files of what it needs, however those came to be.
+    """Hash the name and settings of a stage, and the files of its needs.
 
-    For a choice the files of the model that it took count. Manifests describe how files were made and do not count.
+    For a choice, the files of the selected model are hashed. Manifests are left out: they describe how files were made.
 
     Raises:
         DataError: A need is not finished, or its done.json is damaged.
     """
-    needed_files: dict[str, str] = {}  # by role, a hash of the files
+    digests: dict[str, str] = {}  # by role, a hash of the files of a need
     for role, need in stage.needs.items():
         files = read_done(stage_dir(root, resolve_choice(root, need)))["files"]
         results = {name: seal for name, seal in files.items() if not name.endswith(".manifest.json")}
-        needed_files[role] = content_hash(results)
-    return content_hash([VERSION, stage.kind, stage.name, stage.settings.key_fields(), needed_files])
+        digests[role] = content_hash(results)
+    return content_hash([VERSION, stage.kind, stage.name, stage.settings.key_fields(), digests])
 
 
 def make_done(stage: Stage, folder: Path, inputs_digest: str, details: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,8 +266,8 @@ def make_done(stage: Stage, folder: Path, inputs_digest: str, details: Mapping[s
 
     Args:
         stage: The stage.
-        folder: The folder; its files are read and hashed.
-        inputs_digest: Of `digest_inputs`.
+        folder: The folder, whose files are read and hashed.
+        inputs_digest: What `digest_inputs` returned for the stage.
         details: How the stage ran, such as its seconds.
     """
     needs = {role: need.key for role, need in stage.needs.items()}
@@ -264,7 +284,7 @@ def make_done(stage: Stage, folder: Path, inputs_digest: str, details: Mapping[s
 
 
 def read_done(folder: Path) -> dict[str, Any]:
-    """Read the done.json of a finished stage; one that is missing, unreadable or changed is a damaged stage."""
+    """Read the done.json of a finished stage; raise DataError if it is missing, unreadable or was changed."""
     path = folder / DONE
     if not path.is_file():
         raise DataError(folder, None, f"damaged: {DONE} is missing; {REPAIR}")
@@ -274,34 +294,37 @@ def read_done(folder: Path) -> dict[str, Any]:
 
 @cache
 def _parse_done(path: Path, modified_ns: int, inode: int) -> dict[str, Any]:
-    """Parse and check a done.json once: every stage that needs this one looks at it.
+    """Parse and verify a done.json. The result is cached, since every stage that needs this one reads it.
 
-    The time and the inode only tell apart the files that were at this path one after the other.
+    The modification time and the inode are not used: they are in the cache's key, so that a new file is parsed anew.
     """
-    is_whole = False
+    is_intact = False
     with suppress(DataError, KeyError, TypeError, ValueError):
         record = dict(read_json(path))
         is_as_written = _format_json(record) == path.read_text(encoding="utf-8")
         checksum = record.pop("checksum")
-        is_whole = is_as_written and checksum == content_hash(record)
-    if not is_whole:
+        is_intact = is_as_written and checksum == content_hash(record)
+    if not is_intact:
         raise DataError(path, None, f"damaged: not what was written; {REPAIR}")
     return record
 
 
 def check_stage(folder: Path, *, contents: bool = False) -> None:
-    """Raise DataError if a file of a finished stage is missing or has another size, or the folder is another stage's.
+    """Raise DataError if a finished stage is damaged.
+
+    A stage is damaged if one of its files is missing or has a different size, or if the folder is that of a different
+    stage.
 
     Args:
-        folder: The folder of the stage, or of an attempt that has its done.json.
-        contents: Whether other bytes are an error too, and files that the stage did not write. A library may read such
-            a file: an adapter next to a model is loaded with it.
+        folder: The folder of the stage, or of an attempt that has a done.json.
+        contents: Whether to compare hashes too, and to refuse files that the stage did not write. A library may read
+            such files: it would load an adapter in the folder of a model together with the model.
     """
     done_record = read_done(folder)
     own_name = folder_name(done_record["name"], done_record["key"])
-    published_name = _UNFINISHED.sub("", folder.name)  # an attempt that could not be renamed is checked too
+    published_name = _UNFINISHED.sub("", folder.name)  # an attempt that was not renamed can be checked too
     if published_name != own_name:
-        raise DataError(folder, None, f"damaged: the folder holds the stage {own_name}; {REPAIR}")
+        raise DataError(folder, None, f"damaged: this is the folder of the stage {own_name}; {REPAIR}")
     seals = {name: Seal(*seal) for name, seal in done_record["files"].items()}
     problem = find_damage(folder, seals, contents=contents)
     if problem is not None:
@@ -313,17 +336,18 @@ def check_stage(folder: Path, *, contents: bool = False) -> None:
 
 
 def _find_unknown_file(folder: Path, seals: Mapping[str, Seal]) -> str | None:
-    """Return the first file in a stage's folder that it did not write; None if there is none."""
+    """Return the first file in a stage's folder that the stage did not write; None if there is none."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_of_system = path.name.startswith((".nfs", ".DS_Store", "._"))  # NFS and macOS leave these
-        if not path.is_dir() and name not in seals and name not in UNSEALED and not is_of_system:
+        is_known = name in seals or name in UNSEALED
+        is_from_system = path.name.startswith((".nfs", ".DS_Store", "._"))  # NFS and macOS create these
+        if not path.is_dir() and not is_known and not is_from_system:
             return name
     return None
 
 
 def is_done(root: Path, stage: Stage) -> bool:
-    """Return whether the stage has finished with what its needs hold now. A damaged one raises DataError."""
+    """Return whether the stage has a result for the present files of its needs. Raise DataError if it is damaged."""
     folder = stage_dir(root, stage)
     if not folder.exists():
         return False
@@ -335,6 +359,6 @@ def is_done(root: Path, stage: Stage) -> bool:
 
 
 def list_finished(root: Path) -> list[Path]:
-    """Return the folders of finished stages, of whatever recipe."""
+    """Return the folders of the finished stages of all recipes."""
     folders = sorted(path for path in (root / "stages").iterdir() if path.is_dir())
     return [folder for folder in folders if not _UNFINISHED.search(folder.name)]

@@ -1,4 +1,4 @@
-"""The stage of the given model: stored as the trainings would load it, where the other models are stored too."""
+"""The stage that stores the given, untrained model in the same way as trained ones, so that it can be measured too."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from catto.recipe.settings import ModelSettings
 
 @dataclass(frozen=True)
 class BaseSettings(StageSettings):
-    """The given model as it is, in the recipe's precision."""
+    """Settings of the stage `base`: the given model in the recipe's precision."""
 
     model: ModelSettings
-    contents: str | None  # hash of its files
+    contents: str | None  # hash of its files; None for a model on the Hub
 
     excluded: ClassVar = {"model": frozenset({"scratch", "attention", "peft"})}
 
 
 def run_base(work: Work[BaseSettings]) -> None:
-    """Store the given model."""
+    """Load the given model as a training would, and save it."""
     from catto.pipeline.training_job import load_model, save_model
 
     model, tokenizer = load_model(work.settings.model.path or "", work.settings.model)

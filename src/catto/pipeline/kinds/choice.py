@@ -1,4 +1,4 @@
-"""The stage that chooses a learning rate by the validation ECE of its models."""
+"""The stage that chooses a learning rate by validation ECE."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from catto.pipeline.stage import StageSettings, Work, write_json
 
 @dataclass(frozen=True)
 class ChoiceSettings(StageSettings):
-    """The choice of a learning rate by validation ECE: for `seed`, on average over `seeds`."""
+    """The choice of a learning rate for the models of one method and task.
 
-    title: str  # the method, with its budget where the two budgets give different models
+    The ECE of each learning rate is averaged over `seeds`. The stage selects the model that was trained with the best
+    learning rate and with `seed`.
+    """
+
+    title: str  # the method, with its budget if the two budgets give different models
     task: str
     seed: int
     seeds: tuple[int, ...]
@@ -21,27 +25,28 @@ class ChoiceSettings(StageSettings):
 
     @property
     def name(self) -> str:
-        """What the names of its stages end with."""
+        """The end of the names of the stages that depend on this choice."""
         return f"{self.title} {self.task} seed {self.seed}"
 
 
 def run_choice(work: Work[ChoiceSettings]) -> None:
-    """Take the learning rate of the lowest validation ECE (20 bins); a single one, or none, is not measured."""
+    """Choose the learning rate with the lowest validation ECE (20 bins). A single learning rate is not measured."""
     rates = work.settings.rates
     errors = _measure_rates(work) if len(rates) > 1 else []
     best = errors.index(min(errors)) if errors else 0
-    role = f"{best} seed {work.settings.seed}"
+    role_suffix = f"{best} seed {work.settings.seed}"
     choice = {
         "learning_rate": rates[best] if rates else None,  # the base model has none
-        "model": f"model {role}",
-        "validation": f"validation {role}" if errors else None,
+        "model": f"model {role_suffix}",
+        "validation": f"validation {role_suffix}" if errors else None,
+        # Empty if the learning rates were not measured.
         "validation_ece": {f"{rate:g}": error for rate, error in zip(rates, errors, strict=False)},
     }
     write_json(work.out / "choice.json", choice)
 
 
 def _measure_rates(work: Work[ChoiceSettings]) -> list[float]:
-    """Return the validation ECE of each learning rate, on average over the seeds."""
+    """Return the validation ECE of each learning rate, averaged over the seeds."""
     from catto.metrics.errors import ece
 
     means = []

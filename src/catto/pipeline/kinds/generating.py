@@ -1,4 +1,4 @@
-"""The engine with which stages generate and score, and what determines the text that it gives."""
+"""The engine that stages generate and score with, and the settings that determine its output."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from catto.pipeline.stage import StageSettings, Work
 from catto.recipe.settings import EvaluationSettings
 from catto.records import Refusal
 
+# The engine of the last stage that needed one, with the engine's name, its model's path and its batch size.
 _last: tuple[tuple[str, str, int], Engine] | None = None
 
 
 @dataclass(frozen=True)
 class Generating(StageSettings):
-    """What determines generated text and its scores, whatever the model."""
+    """What determines generated text and its scores, apart from the model."""
 
     evaluation: EvaluationSettings
     reasoning: bool
-    prompts: str  # fingerprint of their wording
+    prompts: str  # fingerprint of the wording of the prompts
 
     excluded: ClassVar = {
         "evaluation": frozenset({"bins", "resamples", "unparsed", "decode", "k", "sampling", "preference_pairs"})
@@ -31,7 +32,7 @@ class Generating(StageSettings):
 
 
 def open_model_engine(work: Work, evaluation: EvaluationSettings) -> Engine:
-    """Return the engine on the model that a stage needs. The last one is kept: the next stage often needs it too."""
+    """Return the engine for the model that a stage needs. It is kept open, since the next stage often needs it too."""
     global _last
     path = str(work.model().resolve())
     key = (evaluation.engine, path, evaluation.batch_size)
@@ -44,9 +45,16 @@ def open_model_engine(work: Work, evaluation: EvaluationSettings) -> Engine:
 
 
 class StoredEngine(Engine):
-    """The engine that wrote a stage's generations, for reading them: its model is loaded where scores are missing."""
+    """Stands in for the engine that wrote a stage's generations, and loads the model only if scores are missing."""
 
     def __init__(self, work: Work, evaluation: EvaluationSettings, generations: Path) -> None:
+        """Read the properties of the engine from the manifest of its generations.
+
+        Args:
+            work: The stage that reads the generations.
+            evaluation: The settings with which to open the real engine if it is needed.
+            generations: The file of generations.
+        """
         notes = read_manifest(generations).notes
         self.work = work
         self.evaluation = evaluation
@@ -60,21 +68,21 @@ class StoredEngine(Engine):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer beside the model."""
+        """The model's tokenizer."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.work.model())
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
-        """Generate with the model itself."""
+        """Open the real engine and generate."""
         return open_model_engine(self.work, self.evaluation).generate(requests, done)
 
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
-        """Score what was not scored when it was generated."""
+        """Open the real engine and score the contexts that were not scored when the text was generated."""
         return open_model_engine(self.work, self.evaluation).score(contexts)
 
 
 def release_engine() -> None:
-    """Drop the last engine, for a stage that needs the memory."""
+    """Drop the engine that is kept open, to free its memory."""
     global _last
     _last = None

@@ -1,4 +1,4 @@
-"""The stage of generated text: responses to the questions of a split, with the scores at their labels."""
+"""The stage that generates responses to the questions of a split and scores their labels."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ class TextSettings(StageSettings):
     split: Split
     seed: int
     generating: Generating
-    temperatures: tuple[float, ...] | int  # of each sample, or how many are drawn at the temperature of another stage
-    limit: int | None  # at most so many questions
+    # One temperature per sample, or the number of samples that are drawn at the temperature of a different stage.
+    temperatures: tuple[float, ...] | int
+    limit: int | None  # maximum number of questions
 
 
 def run_generation(work: Work[TextSettings]) -> None:
-    """Generate responses to the questions of a split.
-
-    Stored are text, token ids and the scores at their labels.
-    """
+    """Generate responses to the questions of a split. Store their text, token ids and the scores at their labels."""
     from catto import predict
 
     settings = work.settings
@@ -51,16 +49,17 @@ def run_generation(work: Work[TextSettings]) -> None:
 
 
 def _find_temperatures(work: Work[TextSettings]) -> tuple[float, ...]:
-    """Return the temperature of each sample, which another stage may have found."""
+    """Return the temperature of each sample: from the settings, or as a different stage has found it."""
     temperatures = work.settings.temperatures
     if isinstance(temperatures, int):
-        fitted = read_json(work.input("temperature") / TEMPERATURE)["temperature"]
-        return (fitted,) * temperatures
+        sample_count = temperatures
+        found = read_json(work.input("temperature") / TEMPERATURE)["temperature"]
+        return (found,) * sample_count
     return temperatures
 
 
 def sampling_options(text: TextSettings, temperatures: Sequence[float]) -> SamplingOptions:
-    """Return what generating and reading must agree on."""
+    """Return the options of `predict.generate` and `predict.read`, which must be the same for both."""
     return {
         "k": len(temperatures),
         "temperature": temperatures,

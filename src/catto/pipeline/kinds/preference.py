@@ -1,4 +1,4 @@
-"""The stages of the held-out preference accuracy: pairs scored under a model, and two such scores compared."""
+"""The stages of the held-out preference accuracy: one scores pairs under a model, one compares two models' scores."""
 
 from __future__ import annotations
 
@@ -20,54 +20,56 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PairSettings(StageSettings):
-    """The log-probabilities of preference pairs under a model."""
+    """Settings for scoring preference pairs under a model."""
 
     context: int  # pairs with more tokens are left out, as in training
-    batch_size: int = field(compare=False)  # it changes float noise at most
+    batch_size: int = field(compare=False)  # not in the key: it changes no more than float noise
     attention: str | None = field(compare=False)
 
 
 def run_pair_logprobs(work: Work[PairSettings]) -> None:
-    """Score the responses of held-out pairs under a model.
-
-    The weights are float32 whatever the recipe's dtype: rounding them would order pairs between two similar models.
-    """
+    """Store the log-probabilities of both responses of every held-out pair under a model."""
     rows = list(read_records(work.input("pairs") / "preferences.jsonl", PreferenceRow))
     scored: list[PairLogprobs] = []
-    if rows:
-        scored = _score_rows(work, rows)
+    if rows:  # otherwise no model is loaded
+        scored = _score_pairs(work, rows)
     write_records(work.out / LOGPROBS, scored)
 
 
-def _score_rows(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[PairLogprobs]:
+def _score_pairs(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[PairLogprobs]:
+    """Load the model and score the pairs. Pairs with more than `context` tokens are missing in the result."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from catto.training.pair_logprobs import pair_logprobs, tokenize_pairs
 
     settings = work.settings
-    path = work.model()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = tokenizer.eos_token_id
+    model_path = work.model()
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    pad_id = tokenizer.pad_token_id
+    if pad_id is None:
+        pad_id = tokenizer.eos_token_id
     pairs = tokenize_pairs(tokenizer, rows, settings.context)
     dropped = len(rows) - len(pairs)
     if dropped:
-        logger.warning("left out %d of %d pairs longer than %d tokens", dropped, len(rows), settings.context)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=settings.attention)
+        message = "left out %d of %d pairs because they have more than %d tokens"
+        logger.warning(message, dropped, len(rows), settings.context)
+    # float32 whatever the recipe's dtype: between two similar models, rounded weights would decide the order of a pair.
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation=settings.attention
+    )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     return pair_logprobs(
         model.to(device),
         pairs,
-        pad,
+        pad_id,
         batch_size=settings.batch_size,
         progress=lambda done, total: work.progress(done, total, "pairs"),
     )
 
 
 def run_preference_accuracy(work: Work) -> None:
-    """Compare how a model and its start score the same pairs; store every margin and their summary."""
+    """Compare the scores of a model with those of its reference on the same pairs; store the margins and a summary."""
     from catto.metrics.preference import margins_of, preference_accuracy, reward_margins
 
     policy = list(read_records(work.input("policy") / LOGPROBS, PairLogprobs))
@@ -77,7 +79,10 @@ def run_preference_accuracy(work: Work) -> None:
     summary: dict[str, Any] = {"n": len(pairs)}
     for part in ("whole", "reasoning"):
         margins = margins_of(pairs, part)
-        accuracy = preference_accuracy(margins) if margins else None
-        mean = fmean(margins) if margins else None
-        summary[part] = {"accuracy": accuracy, "mean_margin": mean}
+        accuracy = None
+        mean_margin = None
+        if margins:
+            accuracy = preference_accuracy(margins)
+            mean_margin = fmean(margins)
+        summary[part] = {"accuracy": accuracy, "mean_margin": mean_margin}
     write_json(work.out / ACCURACY, summary)

@@ -1,4 +1,4 @@
-"""The stages of questions: those of one split, with their manifest."""
+"""The stages that load the questions of one split."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ class QuestionSettings(StageSettings):
     task: str
     split: Split
     seed: int
-    block: TaskSettings  # without the numbers of questions of the other splits
+    block: TaskSettings  # without the sizes of the other splits
     contents: str | None  # hash of the local files that are read
-    seeds: tuple[int, ...] | None = None  # of a user's file that is cut: whose held-out questions are not trained on
+    # For a user's file that is cut into splits: the questions that any of these seeds holds out are not trained on.
+    seeds: tuple[int, ...] | None = None
 
     def key_fields(self) -> dict[str, Any]:
-        """Leave out what only users' files set, so that the key of a benchmark does not depend on it."""
+        """Return the fields of the key. Settings that only users' files have do not change the key of a benchmark."""
         values = super().key_fields()
+        # "label" was the default when keys were first stored; the list distinguishes an answer that was set.
         values["block"]["answer"] = "label" if self.block.answer is None else [self.block.answer]
         if self.block.answers is None:
             del values["block"]["answers"]
@@ -37,7 +39,7 @@ class QuestionSettings(StageSettings):
 
 
 def run_questions(work: Work[QuestionSettings]) -> None:
-    """Write the questions of one split, with their manifest."""
+    """Write the questions of one split and their manifest."""
     settings = work.settings
     questions, notes = load_split(settings)
     if not questions:
@@ -53,7 +55,7 @@ def run_questions(work: Work[QuestionSettings]) -> None:
 
 
 def load_split(settings: QuestionSettings) -> tuple[list[Question], dict[str, Any]]:
-    """Return the questions of one split, and what was counted when they were loaded."""
+    """Return the questions of one split, and the counts of the loader for the manifest."""
     block = settings.block
     split = settings.split
     seed = settings.seed
@@ -68,7 +70,15 @@ def load_split(settings: QuestionSettings) -> tuple[list[Question], dict[str, An
 
 
 def find_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task:
-    """Return the task of a block of the recipe: one of TASKS, or the user's own file, which holds out by the seeds.
+    """Return the task that a block of the recipe configures: one of TASKS, or a task from the user's own file.
+
+    Args:
+        name: The name of the task.
+        block: Its block in the recipe.
+        seeds: For a user's file, the seeds whose held-out questions are not trained on.
+
+    Raises:
+        ValueError: The name is unknown and the block has no file.
 
     >>> find_task("snli", TaskSettings()) is TASKS["snli"]
     True
@@ -81,5 +91,5 @@ def find_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Read the questions of a file, at most `limit`."""
+    """Read at most `limit` questions of a file."""
     return list(read_records(path, Question))[:limit]

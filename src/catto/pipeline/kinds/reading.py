@@ -1,4 +1,4 @@
-"""The stage of predictions: the labels of generated responses, and how probable those are."""
+"""The stage that reads the labels of generated responses and their probabilities."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ PREDICTIONS = "predictions.jsonl"
 
 @dataclass(frozen=True)
 class PredictionSettings(StageSettings):
-    """What generated responses answer."""
+    """Settings for reading the answers of generated responses."""
 
     text: TextSettings
-    parser: int
-    grading: int | None = None  # the version of the grading; None where answers are labels
+    parser: int  # version of the answer parser
+    grading: int | None = None  # version of the grading; None if answers are labels
 
 
 def run_reading(work: Work[PredictionSettings]) -> None:
-    """Read generated responses: their labels and how probable those are, by the scores stored with the text."""
+    """Read the labels of generated responses, and take their probabilities from the scores stored with the text."""
     from catto import predict
 
-    def report(n: int, total: int, right: int) -> None:
-        work.progress(n, total, f"{100 * right / n:.1f} % right" if n else "")
+    def report(count: int, total: int, right: int) -> None:
+        note = f"{100 * right / count:.1f} % right" if count else ""
+        work.progress(count, total, note)
 
     text = work.settings.text
     questions = read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
@@ -54,13 +55,15 @@ def run_reading(work: Work[PredictionSettings]) -> None:
 
 
 def _read_short_answers(work: Work[PredictionSettings], questions: Sequence[Question]) -> None:
-    """Read and grade the answers of generated responses, and ask the model for P(True) of each."""
+    """Read and grade the answers of generated responses, and ask the model for P(True) of each answer."""
     from catto import elicit
 
     text = work.settings.text
     generations = work.input("generated") / GENERATIONS
     temperatures = read_json(work.input("generated") / TEMPERATURES)
     out = work.out / PREDICTIONS
+    # `evaluate_kinds` finds these finished generations and does not generate again. The manifest is copied first: after
+    # a kill in between, generations without a manifest would be refused.
     own_copy = elicit.sibling_path(out, "generations")
     shutil.copyfile(manifest_path(generations), manifest_path(own_copy))
     shutil.copyfile(generations, own_copy)

@@ -1,4 +1,4 @@
-"""The report's stage: every cell's files, and tables, figures and the page of them."""
+"""The stage that builds the report: tables, figures and a page, from the files of every cell."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from catto.records import content_hash
 if TYPE_CHECKING:
     from catto.report.numbers import Cell, Training
 
-# Settings at the top of the recipe that the stages before the report hold, that decide which of these there are, or
-# that no result depends on.
+# Top-level settings of the recipe that are not hashed into the key of the report: the keys of the stages it needs
+# already depend on them, or no result does.
 IN_STAGES = frozenset(
     {
         "tasks",
@@ -50,7 +50,7 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "numpy", "sci
 
 
 class CellPlace(NamedTuple):
-    """Which cell of the tables it is, as `report.numbers.Cell` names it."""
+    """What identifies a cell of the tables; the fields are those of `report.numbers.Cell`."""
 
     task: str
     trained_on: str
@@ -61,20 +61,30 @@ class CellPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class CellPlan:
-    """One cell of the tables and the stages that give its numbers."""
+    """One cell of the tables and the stages that its numbers come from.
+
+    Attributes:
+        place: Which cell it is.
+        predictions: The test predictions.
+        candidates: The samples for Confidence@k; None if the recipe asks for none.
+        chosen: The model.
+        questions: The test questions.
+        validation: Greedy validation predictions of the model, or of all the models that it was chosen from.
+        preference: The preference accuracy on held-out pairs; None if it is not measured.
+    """
 
     place: CellPlace
     predictions: Stage
     candidates: Stage | None
     chosen: Stage
     questions: Stage
-    validation: tuple[Stage, ...]  # greedy predictions of the model, or of those among which it was chosen
-    preference: Stage | None = None  # held-out pairs that the model orders as preferred
+    validation: tuple[Stage, ...]
+    preference: Stage | None = None
 
 
 @dataclass(frozen=True)
 class ReportSettings(StageSettings):
-    """The report. Of the recipe, the needs hold all but its name and how results are measured."""
+    """The settings of the report. Of the recipe, its name and the settings for measuring are hashed."""
 
     version: int
     recipe: Recipe
@@ -83,12 +93,12 @@ class ReportSettings(StageSettings):
     excluded: ClassVar = {"recipe": IN_STAGES}
 
     def key_fields(self) -> dict[str, Any]:
-        """Count which cells there are, in their order; their stages are among the needs."""
+        """Add which cells there are, in their order. Their stages are needs, whose keys are hashed anyway."""
         return {**super().key_fields(), "cells": [cell.place for cell in self.cells]}
 
 
 def run_report(work: Work[ReportSettings]) -> None:
-    """Collect every cell's files and how its model was trained; build tables, figures and the page of them."""
+    """Describe the files and the training of every cell in results.json, and build the report from it."""
     from catto.report.build import build_report
     from catto.report.numbers import Results
 
@@ -108,7 +118,7 @@ def run_report(work: Work[ReportSettings]) -> None:
 
 
 def _list_question_files(root: Path, cells: Iterable[CellPlan]) -> dict[str, tuple[str, ...]]:
-    """Return the files of each task's test questions, one per seed."""
+    """Return the files with the test questions of each task, one file per seed."""
     files: dict[str, dict[int, str]] = {}
     for cell in cells:
         by_seed = files.setdefault(cell.place.task, {})
@@ -117,7 +127,7 @@ def _list_question_files(root: Path, cells: Iterable[CellPlan]) -> dict[str, tup
 
 
 def _describe_cell(root: Path, plan: CellPlan) -> Cell:
-    """Return the files of a cell, and how its model was trained and rescaled."""
+    """Return the files of a cell, and how its model was trained and its confidence rescaled."""
     from catto.report.numbers import Cell
 
     is_scaled = plan.predictions.kind == "scaled"
@@ -133,7 +143,7 @@ def _describe_cell(root: Path, plan: CellPlan) -> Cell:
 
 
 def _describe_scaling(root: Path, plan: CellPlan) -> dict[str, Any]:
-    """Return how the cell's predictions or its candidates were rescaled, and how the candidates were sampled."""
+    """Return the fields of the cell that say how its predictions or candidates were rescaled and sampled."""
     rescaled = plan.predictions if plan.predictions.kind == "scaled" else plan.candidates
     if rescaled is None:
         return {}
@@ -147,6 +157,7 @@ def _describe_scaling(root: Path, plan: CellPlan) -> dict[str, Any]:
 
 
 def _read_training(root: Path, plan: CellPlan) -> Training | None:
+    """Return how the model of a cell was trained; None for the base model."""
     from catto.report.numbers import Training
 
     model = resolve_choice(root, plan.chosen)
@@ -156,29 +167,29 @@ def _read_training(root: Path, plan: CellPlan) -> Training | None:
 
 
 def _find_validation(root: Path, plan: CellPlan) -> str | None:
-    """Return the file of the greedy validation predictions of the cell's model; None where there are none."""
+    """Return the file of the greedy validation predictions of the cell's model; None if there are none."""
     if not plan.validation:
         return None
     stage = plan.validation[0]
-    if len(plan.validation) > 1:
+    if len(plan.validation) > 1:  # one per learning rate and seed
         stage = resolve_choice(root, plan.chosen, "validation")
     return _relative_path(root, stage, PREDICTIONS)
 
 
 def _find_margins(root: Path, stage: Stage | None) -> str | None:
-    """Return the file of the margins of held-out pairs; None where there are none, as with few stored responses."""
+    """Return the file of the margins of held-out pairs; None if there are no pairs, as with few stored responses."""
     if stage is None or read_json(stage_dir(root, stage) / ACCURACY)["n"] == 0:
         return None
     return _relative_path(root, stage, MARGINS)
 
 
 def _relative_path(root: Path, stage: Stage, file: str) -> str:
-    """Return a stage's file as seen from the experiment's root: such a path may be stored."""
+    """Return the path of a stage's file relative to the experiment's folder, which may be moved."""
     return (stage_dir(root, stage) / file).relative_to(root).as_posix()
 
 
 def find_commit() -> str | None:
-    """Return the commit of the code that runs, where it runs from a checkout."""
+    """Return the git commit of the running code; None if it does not run from a checkout."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

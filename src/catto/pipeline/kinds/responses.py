@@ -1,4 +1,4 @@
-"""The stages of responses that become rows: the teacher's, or samples of a trained model; stored unread."""
+"""The stages that collect responses, from the teacher or sampled from a trained model, and store them unparsed."""
 
 from __future__ import annotations
 
@@ -17,26 +17,36 @@ from catto.teacher.sampling import AskSettings
 
 @dataclass(frozen=True)
 class ResponseSettings(StageSettings):
-    """Responses that become rows: the teacher's or, with `generating`, samples of a trained model."""
+    """Settings for the responses that become training rows.
+
+    Attributes:
+        sampling: How responses are sampled.
+        split: The split of the questions.
+        prompts: Fingerprint of the wording of the prompts.
+        contents: Hash of the local files that are read.
+        parser: For stored responses, the version of the answer parser: their labels are compared with what it reads.
+        generating: For samples of a trained model, how they are generated; None for the teacher's responses.
+        outcome: For the outcome stream, its settings.
+    """
 
     sampling: AskSettings
     split: Split
-    prompts: str  # fingerprint of their wording
-    contents: str | None  # hash of the local files that are read
-    parser: int | None  # its version, where stored responses have labels, which are compared with what is read
+    prompts: str
+    contents: str | None
+    parser: int | None
     generating: Generating | None
-    outcome: OutcomeSettings | None  # of the stream that `outcome` learns from
+    outcome: OutcomeSettings | None
 
-    # Which questions are held out is known from the stage that gives them.
-    # How many responses votes are counted of is n of `sampling`.
+    # `held_out` and `samples` are excluded because they are in the key already: by the stage of the questions, and as n
+    # of `sampling`.
     excluded: ClassVar = {
         "outcome": frozenset({"score", "rows_per_pair", "held_out", "target", "samples", "source"}),
     }
 
     def key_fields(self) -> dict[str, Any]:
-        """Leave out how the teacher is reached and which rows are picked.
+        """Return the fields of the key, without the teacher's address and the choice of rows.
 
-        `sampling` is hashed as `teacher`, its name when the first keys were made.
+        `sampling` is hashed under its former name, `teacher`, so that existing keys stay valid.
         """
         values = super().key_fields()
         del values["sampling"]
@@ -45,7 +55,7 @@ class ResponseSettings(StageSettings):
 
 
 def run_responses(work: Work[ResponseSettings]) -> None:
-    """Ask the teacher, or sample from a trained model; the responses are stored unread."""
+    """Ask the teacher, or sample from a trained model, and store the responses unparsed."""
     settings = work.settings
     source = None
     unit = "responses"
@@ -58,17 +68,20 @@ def run_responses(work: Work[ResponseSettings]) -> None:
         settings.sampling,
         work.out,
         lambda n, total: work.progress(n, total, unit),
-        # A file of stored responses may answer the training questions alone: then there are no held-out pairs.
+        # A file of stored responses may answer only the training questions: then there are no held-out pairs.
         may_be_empty=settings.split == "validation",
     )
 
 
 def select_questions(work: Work[Any], settings: ResponseSettings) -> list[Question]:
-    """Return the questions that are asked: those of the split or, for the outcome stream, a sample of them.
+    """Return the questions to ask: those of the split or, for the outcome stream, a sample of them.
 
     Args:
         work: The stage of the responses, or that of their rows: both need the same questions.
         settings: Settings of the responses.
+
+    Raises:
+        ValueError: The stream needs more held-out questions than there are.
     """
     questions = read_questions(work.input("questions") / f"{settings.split}.jsonl")
     limit = None
@@ -77,22 +90,23 @@ def select_questions(work: Work[Any], settings: ResponseSettings) -> list[Questi
         if settings.outcome.held_out:
             trained_on = read_questions(work.input("trained_on") / f"{settings.split}.jsonl")
             questions = _leave_out(questions, trained_on, at_least=limit or 0)
-    are_drawn_in_order = any(question.posterior is not None for question in questions)  # of a built-in world
-    if limit is not None and not are_drawn_in_order:
+    # Generated questions, which have a posterior, are independent draws in random order; those of a file may be sorted.
+    are_generated = any(question.posterior is not None for question in questions)
+    if limit is not None and not are_generated:
         questions = _shuffle_questions(questions, seed=work.stage.needs["questions"].settings.seed)
     return questions[:limit]
 
 
 def _leave_out(questions: list[Question], trained_on: list[Question], *, at_least: int) -> list[Question]:
-    """Return the questions that are not trained on; ValueError for too few."""
+    """Return the questions that are not trained on. Raise ValueError if there are fewer than `at_least`."""
     trained_ids = {question.id for question in trained_on}
     others = [question for question in questions if question.id not in trained_ids]
     if len(others) < at_least:
-        left = f"{len(others)} questions are left beyond the {len(trained_ids)} of train"
-        raise ValueError(f"outcome.held_out: {left}, expected {at_least}")
+        left = f"{len(others)} questions are left after the {len(trained_ids)} of train"
+        raise ValueError(f"outcome.held_out: {left}, expected at least {at_least}")
     return others
 
 
 def _shuffle_questions(questions: list[Question], *, seed: int) -> list[Question]:
-    """Return the questions of a file, which may be sorted, in the order in which `load` draws with a limit."""
+    """Return the questions in a random order: the one in which `load_questions` draws them if it has a limit."""
     return sorted(questions, key=lambda question: digest(question.task, "train", seed, question.id))

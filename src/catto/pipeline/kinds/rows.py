@@ -1,4 +1,4 @@
-"""The stage of rows: responses are read, and those that serve become training rows."""
+"""The stage that reads responses and turns the suitable ones into training rows."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from catto.teacher.responses import GENERATIONS
 
 @dataclass(frozen=True)
 class RowSettings(StageSettings):
-    """Rows from responses. Of the kinds `outcome` and `stream` none is picked, so how others are does not count."""
+    """Settings for turning responses into rows."""
 
     asked: ResponseSettings
     kinds: tuple[Kind, ...]
-    parser: int
-    grading: int | None = None  # the version of the grading; None where answers are labels
+    parser: int  # version of the answer parser
+    grading: int | None = None  # version of the grading; None if answers are labels
 
     def key_fields(self) -> dict[str, Any]:
-        """Add how rows are picked."""
-        unpicked = self.kinds in (("outcome",), ("stream",))
-        picked = None if unpicked else self.asked.sampling.row_settings()
+        """Add the settings that choose rows. Rows of the kinds `outcome` and `stream` are not chosen, but all used."""
+        uses_all_rows = self.kinds in (("outcome",), ("stream",))
+        picked = None if uses_all_rows else self.asked.sampling.row_settings()
         return {**super().key_fields(), "picked": picked}
 
 
 def run_rows(work: Work[RowSettings]) -> None:
-    """Read responses and write their rows."""
+    """Read responses and write the rows of every kind."""
     asked = work.settings.asked
     kinds = work.settings.kinds
     questions = select_questions(work, asked)
     responses = work.input("responses") / GENERATIONS
     summary = write_rows(questions, asked.sampling, responses, work.out, kinds)
-    if "preferences" in kinds:  # the teacher's, which `catto teach` prints
+    if "preferences" in kinds:  # these are the teacher's rows: `catto teach` prints the summary
         write_json(work.out / "yield.json", summary.model_dump(mode="json"))

@@ -11,7 +11,7 @@ from catto.pipeline.stage import Work, write_json
 
 
 def run_sampling_choice(work: Work) -> None:
-    """Choose the temperature of the best Confidence@k on validation questions."""
+    """Choose the sampling temperature with the best accuracy of Confidence@k on validation questions."""
     from catto.metrics.selection import choose_sampling
 
     tau = read_json(work.input("tau") / TEMPERATURE)["temperature"]

@@ -1,4 +1,4 @@
-"""The stages of scaling: a temperature or a vector is fitted, and predictions are rescaled by it."""
+"""The stages that fit a temperature or a vector, and rescale predictions with it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ VECTOR = "vector.json"
 
 @dataclass(frozen=True)
 class ScalingSettings(StageSettings):
-    """A temperature, of the label token in the whole vocabulary or among the labels, or vector scaling."""
+    """Which scaling is fitted: a temperature over the whole vocabulary or among the labels, or a vector."""
 
     kind: ScalingKind = "raw"
 
 
 def run_fit(work: Work[ScalingSettings]) -> None:
-    """Fit the temperature of the label token, or the vector, on the chosen model's greedy validation predictions."""
+    """Fit a temperature or a vector on the greedy validation predictions of the chosen model."""
     from catto.metrics.temperature import fit_tau
     from catto.metrics.vector import fit_vector
 
@@ -45,7 +45,7 @@ def run_fit(work: Work[ScalingSettings]) -> None:
 
 
 def run_rescaling(work: Work[ScalingSettings]) -> None:
-    """Rescale the confidence of predictions: greedy answers, or samples, which are ranked by it."""
+    """Rescale the confidences of predictions: of greedy answers, or of the samples that they rank."""
     from catto.metrics.calibrators import VectorScaling
     from catto.metrics.temperature import rescale_predictions
     from catto.metrics.vector import scale_by_vector

@@ -1,4 +1,4 @@
-"""The table of the kinds of stages: how each runs, and what of a machine it needs."""
+"""The table of all kinds of stages: the function that runs each kind, and the resources that it needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class StageKind(NamedTuple):
 
     Attributes:
         run: The function that runs a stage of this kind.
-        resources: The block of the recipe's resources that it has; light stages have `report`.
-        loads_model: Whether it loads a model of its own, so that the last engine is released before it.
+        resources: The block of the recipe's `resources` that applies to it; `report` applies to light stages.
+        loads_model: Whether it loads a model by itself. The engine that is kept open is released before.
     """
 
     run: Callable[[Work[Any]], None]

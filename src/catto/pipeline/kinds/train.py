@@ -1,4 +1,4 @@
-"""The stage of a training: start model and rows -> a trained model, and how the training went."""
+"""The stage that trains a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,29 @@ from catto.recipe.settings import LaunchSettings, ModelSettings, OutcomeSettings
 
 @dataclass(frozen=True)
 class TrainSettings(StageSettings):
-    """One training. What method and block say of epochs and the like is resolved into fields of its own."""
+    """Settings of one training.
+
+    Attributes:
+        name: The method's name.
+        method: The method.
+        block: The recipe's block for the method's trainer. Its epochs, batch size and learning rates are not used: they
+            are combined with the method's into the fields below.
+        seed: The seed.
+        learning_rate: The learning rate.
+        batch_size: Number of rows or pairs per batch.
+        epochs: Number of epochs.
+        pairs: Maximum number of pairs; None is no limit.
+        model: The recipe's `model` block.
+        contents: Hash of the base model's files, for a training that starts from it.
+        context: Maximum length of a row in tokens.
+        keep: Which checkpoint is kept.
+        prefix_sharing: Whether the responses of a pair share their prompt's computation; None if there are no pairs.
+        outcome: Settings of the outcome term, for the methods that have it.
+        answering: For RCFT, how the model generates answers during training.
+        parser: For RCFT, the version of the answer parser.
+        others: Top-level settings of the recipe that are in no field above.
+        launch: How many processes share the training; not in the key, since the result is the same.
+    """
 
     name: str
     method: Method
@@ -29,15 +51,15 @@ class TrainSettings(StageSettings):
     epochs: int
     pairs: int | None
     model: ModelSettings
-    contents: str | None  # hash of the base model's files, where training starts from it
+    contents: str | None
     context: int
     keep: str
-    prefix_sharing: bool | None  # None: nothing is trained on pairs
+    prefix_sharing: bool | None
     outcome: OutcomeSettings | None
-    answering: Generating | None  # how RCFT asks the model that it trains
+    answering: Generating | None
     parser: int | None
-    others: Mapping[str, Any]  # settings at the top of the recipe that no field above holds
-    launch: LaunchSettings = field(compare=False)  # how many processes share it: it is the same training
+    others: Mapping[str, Any]
+    launch: LaunchSettings = field(compare=False)
 
     excluded: ClassVar = {
         "method": frozenset({"title", "start", "effort", "learning_rates", "batch_size", "only_from"}),
@@ -52,27 +74,33 @@ class TrainSettings(StageSettings):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What determines a training for each of its processes: settings, the folders that it reads, where it writes."""
+    """What each process of a training needs to know.
+
+    Attributes:
+        settings: The settings of the training.
+        inputs: The folders that it reads, by their role. `start` is the folder of the start model itself.
+        out: The folder that it writes to.
+    """
 
     settings: TrainSettings
-    inputs: dict[str, Path]  # by role; `start` is the model's own folder
+    inputs: dict[str, Path]
     out: Path
 
 
 def run_train(work: Work[TrainSettings]) -> None:
-    """Train one method, resuming from its newest complete checkpoint; with `launch`, in as many processes."""
-    # training.json is written last: where it exists, a run was killed while it deleted the checkpoints.
+    """Train one method, resuming from its newest complete checkpoint; then delete the checkpoints."""
+    # training.json is written last. If it exists, the training has finished and was killed while deleting checkpoints.
     if not (work.out / "training.json").exists():
         from catto.pipeline.training_job import start_training  # it imports torch, which takes seconds
 
         with _tensorboard_folder(work):
             start_training(make_job(work), work.progress)
-    shutil.rmtree(work.out / "checkpoints", ignore_errors=True)  # they are several times the model
+    shutil.rmtree(work.out / "checkpoints", ignore_errors=True)  # they are several times as large as the model
 
 
 @contextmanager
 def _tensorboard_folder(work: Work[TrainSettings]) -> Iterator[None]:
-    """Have TensorBoard's files written next to the stages: those in a checkpoint folder are deleted with it."""
+    """Make TensorBoard write next to the stages: in the checkpoint folder, its files would be deleted."""
     variable = "TENSORBOARD_LOGGING_DIR"
     if variable in os.environ:
         yield
@@ -85,6 +113,6 @@ def _tensorboard_folder(work: Work[TrainSettings]) -> Iterator[None]:
 
 
 def make_job(work: Work[TrainSettings]) -> TrainingJob:
-    """Return what a training stage does."""
+    """Return the job of a training stage."""
     inputs = {role: work.model("start") if role == "start" else work.input(role) for role in work.stage.needs}
     return TrainingJob(work.settings, inputs, work.out)
