@@ -67,7 +67,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: Capture) ->
     told: dict[tuple[str | Path, ...], str] = {
         (nameless, twice): "a.jsonl: no question column to pair the files by: name one with --question",
         (twice,): "b.jsonl: expected one answer per question, got several",
-        (f"x={twice}", f"x={nameless}"): "two files are named x: give them names, NAME=FILE",
+        (f"x={twice}", f"x={nameless}"): "two models are named x: give them different names with NAME=FILE",
         (f"../x={twice}",): "model name '../x': expected letters, digits and ._-+",
         (tmp_path / "none.jsonl",): "none.jsonl: No such file",
         (spaced,): "s.jsonl: task name 'high school': expected letters, digits and ._-",

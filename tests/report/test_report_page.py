@@ -122,7 +122,7 @@ def test_a_page_of_one_method_says_nothing_of_others(plain: str) -> None:
         assert words in others, words
     assert "<ul" not in text.partition("<script")[0]
     assert re.search(r"it would score \d+(\.\d)? on average", text)
-    assert re.search(r"the 30 questions of these runs it would score \d+(\.\d)? to \d+", plain)
+    assert re.search(r"the 30 questions of these runs, it would score \d+(\.\d)? to \d+", plain)
     assert re.search(r'<aside class="filters"[^>]* hidden>', text)
     assert not re.search(r'<aside class="filters"[^>]* hidden>', plain)
     assert re.findall(r"<dt>Recipe</dt><dd>(.*?)</dd>", text) == ["synthetic"]
@@ -406,7 +406,7 @@ def test_the_page_says_that_it_holds_a_part_only() -> None:
     browser, _ = browser_rows(7)
     world = measured(SMALL)
     text = " ".join(render_page(world.results, world.numbers, [], [], browser).split())
-    assert "Of 30 predictions the page holds 7" in text
+    assert "The page has 7 of 30 predictions" in text
 
 
 def test_flags_tell_right_fallback_and_cut() -> None:

@@ -1,4 +1,4 @@
-"""The figures of the report: which there are, and for each kind a function that draws numbers on axes."""
+"""The figures of the report: the list of all figures, and a drawing function for each kind of figure."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from catto.report.tables import TrainedCell, method_order, method_title, setting
 
 
 class MethodLook(NamedTuple):
-    """How a method is drawn. Markers differ too, for grey print and colour blindness."""
+    """Colour and marker of a method. Markers distinguish methods in grey print and for colour-blind readers."""
 
     colour: str
     marker: str
 
 
 class PalerLook(NamedTuple):
-    """How a rescaled method differs from the one it starts from. white: how much white is mixed in, 0 to 1."""
+    """How a rescaled method differs from the method it starts from. white: share of white mixed in, 0 to 1."""
 
     white: float
     marker: str
 
 
 class RuleLook(NamedTuple):
-    """How a rule that picks one of k answers is drawn. line: a format of matplotlib, such as `s-`."""
+    """Look of a rule that picks one of k answers. line: format string of matplotlib, such as `s-`."""
 
     colour: str
     line: str
@@ -83,9 +83,9 @@ RULE_LOOKS = {
     "one random sample": RuleLook(GREY, ":"),
     "oracle": RuleLook(INK, ":"),
 }
-CURVE_STYLES = ("-", "--", ":", "-.")  # for grey print
-PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four, and ours next to them
-MOST_RELIABILITY_PANELS = 5  # side by side, if none of the methods above was run
+CURVE_STYLES = ("-", "--", ":", "-.")  # distinguish curves in grey print
+PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four methods, and ours
+MAX_RELIABILITY_PANELS = 5  # side by side, if none of PAPER_PANELS was run
 ECE = "ECE, per cent"
 ACCURACY = "Accuracy, per cent"
 
@@ -94,10 +94,10 @@ GroupsByMethod = Mapping[str, Sequence[GroupNumbers]]
 
 
 def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
-    """Choose colour and marker of each method.
+    """Choose the colour and marker of each method.
 
-    A rescaled method without a look of its own has the colour of the method it starts from, paler. Other methods
-    without one get a hue far from that of the previous method, and the markers in turn.
+    A method that is not in LOOKS gets a paler colour of the method that it rescales, if it rescales one. Otherwise it
+    gets a hue far from that of the previous method, and the next marker in turn.
 
     Args:
         methods: names of methods in any order.
@@ -121,13 +121,13 @@ def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
 
 
 def _make_paler(look: MethodLook, paler: PalerLook) -> MethodLook:
-    """Return the look with white mixed into its colour, and the marker of the paler one."""
+    """Return a look with white mixed into the colour of `look`, and with the marker of `paler`."""
     red, green, blue = [(1 - paler.white) * part + paler.white for part in to_rgb(look.colour)]
     return MethodLook(to_hex((red, green, blue)), paler.marker)
 
 
 def _invent_look(position: int) -> MethodLook:
-    """Return a look by position in the order of methods; steps of 0.618 keep neighbouring hues far apart."""
+    """Return a look for a position in the order of methods; steps of 0.618 keep neighbouring hues far apart."""
     hue = 0.618 * position % 1
     markers = [look.marker for look in LOOKS.values()]
     colour = to_hex(colorsys.hsv_to_rgb(hue, 0.6, 0.7))
@@ -138,43 +138,42 @@ def _invent_look(position: int) -> MethodLook:
 
 
 class TitledContent(NamedTuple):
-    """One panel of a figure: its title, and what the drawing function of the figure's kind reads."""
+    """One panel of a figure: its title, and the data for the drawing function of the figure's kind."""
 
     title: str
     content: Any
 
 
 class HistogramContent(NamedTuple):
-    """Answers, and the number of bins for their confidences."""
+    """The answers to show, and the number of bins for their confidences."""
 
     answers: CellAnswers
     bins: int
 
 
 class HistoryContent(NamedTuple):
-    """A validation metric to follow, and the trainings of each method."""
+    """A validation metric to plot, and the training runs of each method."""
 
     metric: str
-    trainings: Mapping[str, Sequence[Training]]
+    runs_of: Mapping[str, Sequence[Training]]
 
 
 @dataclass(frozen=True)
 class Picture:
     """A figure of the report.
 
-    The page has a title and a caption for each kind. It puts the picture into a section and hides it by its budget,
-    tasks and methods.
+    The page has a title and a caption for each kind of figure. Its filters hide a figure by budget, tasks and methods.
 
     Attributes:
         kind: "reliability" or a key of `KINDS`.
-        section: which of the page's sections for this kind shows it: a setting of `SETTING_TITLES`, or "one" for the
-            reliability diagram of a single method; empty if the kind has a single section.
+        section: the part of the page that shows it, if the page shows this kind in several places: a setting of
+            `SETTING_TITLES`, or "one" for the reliability diagram of a single method; otherwise empty.
         tag: what the figure shows, as part of its file name.
         subject: what the figure shows, in words.
         panels: `Panel` objects for the kind "reliability", otherwise `TitledContent`.
-        budget: the budget of the numbers; None if they belong to all.
-        tasks: the tasks that it shows.
-        methods: the methods that it shows; empty means all.
+        budget: the budget of the numbers; None if they belong to all budgets.
+        tasks: the tasks that the figure shows.
+        methods: the methods that the figure shows; empty means all.
     """
 
     kind: str
@@ -188,33 +187,34 @@ class Picture:
 
     @property
     def name(self) -> str:
-        """The stem of its file: kind, tag, and the budget if it has one."""
+        """The stem of its file name: kind, tag, and the budget if it has one."""
         parts = [self.kind, self.tag, self.budget]
         return "-".join(part for part in parts if part)
 
     def draw(self, looks: Looks) -> Figure:
-        """Draw the panels. Reliability diagrams have their own colours and do not read the looks of methods."""
+        """Draw the panels. Reliability diagrams have their own colours and ignore `looks`."""
         if self.kind == "reliability":
             return reliability_figure(self.panels)
         return draw_panels(KINDS[self.kind], self.panels, looks)
 
 
 def make_pictures(results: Results, numbers: Numbers, answers: Sequence[CellAnswers]) -> Iterator[Picture]:
-    """Yield every figure of the report, those of the training last.
+    """Yield every figure of the report, those about training last.
 
     Args:
         results: the experiment.
-        numbers: what was measured.
+        numbers: the numbers measured on it.
         answers: the answers of `numbers.cells`, in the same order.
     """
     for budget in numbers.budgets:
         yield from make_score_pictures(numbers, budget)
+        yield from make_selection_pictures(numbers, budget)
         yield from make_answer_pictures(numbers, answers, budget)
     yield from make_history_pictures(results, numbers)
 
 
 def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
-    """Yield the figures of the numbers in the score tables, and of Confidence@k; none without such numbers."""
+    """Yield the figures of the numbers in the score tables, for each setting that has such numbers."""
     for setting, title in tables.SETTING_TITLES.items():
         groups = numbers.find_groups(setting, budget)
         cells = [cell for cell in numbers.cells if cell.setting == setting and cell.budget in (None, budget)]
@@ -237,6 +237,10 @@ def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Pic
                 budget=budget,
                 tasks=tuple(dict.fromkeys(record.task for record in records)),
             )
+
+
+def make_selection_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
+    """Yield a figure of Confidence@k for each task with sampled answers."""
     with_samples = [group for group in numbers.find_groups("in", budget) if group.selection]
     for task in tables.list_report_tasks(with_samples):
         of_task = [group for group in with_samples if group.task == task]
@@ -252,9 +256,9 @@ def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Pic
 
 
 def split_by_task(records: Iterable[GroupNumbers | CellNumbers]) -> list[TitledContent]:
-    """Return one panel for each task: method -> its records.
+    """Return one panel for each task; its content is method -> records.
 
-    Every panel has the same methods, so that their rows are at the same height; some may have no records.
+    Every panel lists the same methods, which aligns their rows; a method may have no records on a task.
     """
     records = list(records)
     methods = sorted({record.method for record in records}, key=method_order)
@@ -274,10 +278,10 @@ class MeasuredAnswers(NamedTuple):
 
 
 def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budget: Budget | None) -> Iterator[Picture]:
-    """Yield reliability, histograms and risk-coverage of the first seed, for each training set and task.
+    """Yield reliability diagrams, histograms and risk-coverage curves of the first seed, by training set and task.
 
-    A cell without a budget is compared with the others in the figures of every budget. The diagram of such a cell alone
-    is the same in all of them, and is yielded for the first budget only.
+    A cell without a budget appears in the comparisons of every budget. Its own reliability diagram is the same in all
+    budgets, so it is yielded only for the first one.
     """
     tests: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
     for cell, cell_answers in zip(numbers.cells, answers, strict=True):
@@ -297,7 +301,7 @@ def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budge
 
 
 def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget | None) -> Iterator[Picture]:
-    """Yield the figures that show several methods next to each other.
+    """Yield the figures that compare several methods.
 
     Args:
         cells: One cell for each method, all of the same training set, task and seed.
@@ -313,13 +317,13 @@ def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget
         curves[cell.method] = risk_coverage(answers.confidence, answers.correct)
     shown_diagrams = [diagrams[method] for method in PAPER_PANELS if method in diagrams]
     if not shown_diagrams:
-        shown_diagrams = list(diagrams.values())[:MOST_RELIABILITY_PANELS]
+        shown_diagrams = list(diagrams.values())[:MAX_RELIABILITY_PANELS]
     panels_of_kind: dict[str, Sequence[Any]] = {
         "reliability": shown_diagrams,
         "histogram": histograms,
         "risk": [TitledContent("", curves)],
     }
-    test = cells[0].cell  # any cell: only what all of them share is read
+    test = cells[0].cell  # any cell will do: only fields that all of them share are used
     for kind, panels in panels_of_kind.items():
         yield Picture(
             kind=kind,
@@ -333,7 +337,7 @@ def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget
 
 
 def _make_single_diagram(measured: MeasuredAnswers, bins: int) -> Picture:
-    """Make the reliability diagram of one cell alone, with the cell's own budget, which may be None."""
+    """Make the reliability diagram of a single cell, with the cell's own budget, which may be None."""
     cell, answers = measured
     diagram = _make_diagram(cell, answers, bins)
     return Picture(
@@ -358,16 +362,23 @@ def _describe_test(cell: CellNumbers) -> str:
 
 
 def make_history_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
-    """Yield validation over training, for each training set and budget; none if no training recorded its history."""
+    """Yield plots of the validation metrics over the course of training, for each training task and budget.
+
+    There are none if no training run recorded its history.
+
+    Args:
+        results: the experiment, which has the histories.
+        numbers: the numbers measured on it; only their budgets are used.
+    """
     with_history = [trained for trained in tables.list_trained_cells(results) if trained.training.history]
-    tasks = sorted({trained.cell.trained_on for trained in with_history}, key=task_order)
-    for task, budget in product(tasks, numbers.budgets):
-        trainings = _group_trainings(with_history, task, budget)
-        if not trainings:
+    training_tasks = sorted({trained.cell.trained_on for trained in with_history}, key=task_order)
+    for task, budget in product(training_tasks, numbers.budgets):
+        runs_of = _group_runs(with_history, task, budget)
+        if not runs_of:
             continue
         panels = [
-            TitledContent("Validation ECE", HistoryContent("val_ece", trainings)),
-            TitledContent("Validation accuracy", HistoryContent("val_accuracy", trainings)),
+            TitledContent("Validation ECE", HistoryContent("val_ece", runs_of)),
+            TitledContent("Validation accuracy", HistoryContent("val_accuracy", runs_of)),
         ]
         yield Picture(
             kind="history",
@@ -380,65 +391,70 @@ def make_history_pictures(results: Results, numbers: Numbers) -> Iterator[Pictur
         )
 
 
-def _group_trainings(trained: Iterable[TrainedCell], task: str, budget: Budget | None) -> dict[str, list[Training]]:
-    """Return method -> its trainings on a task in a budget, in the order of the tables.
+def _group_runs(trained: Iterable[TrainedCell], task: str, budget: Budget | None) -> dict[str, list[Training]]:
+    """Return method -> its training runs on a task in a budget, in the order of the tables.
 
-    A training without a budget belongs to both.
+    A run without a budget belongs to both budgets.
     """
-    trainings: dict[str, list[Training]] = {}
+    runs_of: dict[str, list[Training]] = {}
     for cell, training in sorted(trained, key=lambda one: method_order(one.cell.method)):
         if cell.trained_on == task and cell.budget in (None, budget):
-            trainings.setdefault(cell.method, []).append(training)
-    return trainings
+            runs_of.setdefault(cell.method, []).append(training)
+    return runs_of
 
 
 # ---- drawing
 
 
 def draw_panels(kind: FigureKind, panels: Sequence[TitledContent], looks: Looks) -> Figure:
-    """Draw at least one panel, in rows, with one legend below all of them."""
-    columns = min(kind.most_columns, len(panels))
+    """Draw one or more panels in a grid, with a single legend below them."""
+    columns = min(kind.max_columns, len(panels))
     rows = math.ceil(len(panels) / columns)
-    width = min(5.8, 12.4 / columns)
+    panel_width = min(5.8, 12.4 / columns)  # in inches, like all sizes here
     figure = Figure()
     grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.same_axes, sharey=kind.same_axes).flat
     for place, (title, content) in enumerate(panels):
         axes = grid[place]
-        _title_panel(axes, title, width)
+        _title_panel(axes, title, panel_width)
         is_leftmost = place % columns == 0
         if is_leftmost:
             axes.set_ylabel(kind.y)
         is_lowest = place + columns >= len(panels)
         if is_lowest:
             axes.set_xlabel(kind.x)
-            axes.tick_params(labelbottom=True)  # also above an empty place of the last row
+            axes.tick_params(labelbottom=True)  # shared axes would hide the labels above an empty place
         axes.grid(True)
         kind.draw(axes, content, looks)
         _limit_axes(axes, kind)
     for axes in grid[len(panels) :]:  # the empty places of the last row
         axes.set_visible(False)
+    panel_height = kind.height
+    if panel_height is None:
+        rows_in_panel = len(grid[0].get_yticks())
+        panel_height = 0.9 + 0.3 * rows_in_panel
+    figure.set_size_inches(columns * panel_width, rows * panel_height)
+    _add_legend(figure, grid)
+    return figure
+
+
+def _add_legend(figure: Figure, grid: Iterable[Axes]) -> None:
+    """Add one legend below the panels, with each label once; a long legend makes the figure higher."""
     handle_of_label = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handle_of_label[label] = handle
-    panel_height = kind.height
-    if panel_height is None:
-        rows_of_panel = len(grid[0].get_yticks())
-        panel_height = 0.9 + 0.3 * rows_of_panel
-    entries_per_line = max(1, int(columns * width / 2))
+    if not handle_of_label:
+        return
+    width, height = figure.get_size_inches()
+    entries_per_line = max(1, int(width / 2))
     legend_lines = math.ceil(len(handle_of_label) / entries_per_line)
-    # The panels keep their height below a long legend: its lines after the third make the figure higher.
-    height = rows * panel_height + 0.2 * max(0, legend_lines - 3)
-    figure.set_size_inches(columns * width, height)
-    if handle_of_label:
-        figure.legend(
-            handle_of_label.values(), handle_of_label.keys(), loc="outside lower center", ncols=entries_per_line
-        )
-    return figure
+    # The panels can spare the height of three lines. Each further line makes the figure higher, so they do not shrink.
+    figure.set_size_inches(width, height + 0.2 * max(0, legend_lines - 3))
+    figure.legend(handle_of_label.values(), handle_of_label.keys(), loc="outside lower center", ncols=entries_per_line)
 
 
 def _title_panel(axes: Axes, title: str, width: float) -> None:
-    """Set the title, broken into lines that fit a panel of this width in inches."""
+    """Set the title, broken into lines that fit a panel of the given width in inches."""
     if width < 3.5:
         size = 8
     else:
@@ -447,7 +463,7 @@ def _title_panel(axes: Axes, title: str, width: float) -> None:
 
 
 def _limit_axes(axes: Axes, kind: FigureKind) -> None:
-    """Let shares go from 0 to 1, start ECE at 0, and let no margin reach beyond 100 per cent."""
+    """Make axes of shares run from 0 to 1, include 0 on axes of ECE, and allow no margin beyond 0 and 100 per cent."""
     if kind.in_shares:
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(format_percent)
@@ -461,21 +477,21 @@ def _limit_axes(axes: Axes, kind: FigureKind) -> None:
 
 
 def _name_rows(axes: Axes, methods: Iterable[str]) -> None:
-    """Name the rows of a panel, the first on top."""
+    """Label the rows of a panel with methods, the first on top."""
     titles = [method_title(method) for method in methods]
     axes.set_yticks(range(len(titles)), titles)
     axes.set_ylim(len(titles) - 0.5, -0.5)
 
 
 def _ends_in_percent(band: Interval | NullBand) -> tuple[float, float]:
-    """Return the ends in per cent; nan, which matplotlib does not draw, if there are none."""
+    """Return both ends in per cent; undefined ends are nan, which matplotlib does not draw."""
     return 100 * band.low, 100 * band.high
 
 
 def draw_chance(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
-    """Draw ECE and its interval, the null band (grey), debiased ECE (bar) and smooth ECE (open).
+    """Draw ECE and its interval, the null band (grey), debiased ECE (vertical bar) and smooth ECE (open circle).
 
-    A group with mostly forced answers has their share instead.
+    For a group with too many forced answers, their share is written instead.
     """
     _name_rows(axes, groups_of)
     for row, (method, groups) in enumerate(groups_of.items()):
@@ -487,7 +503,7 @@ def draw_chance(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
 
 
 def _write_forced_share(axes: Axes, row: int, group: GroupNumbers) -> None:
-    """Write the share of forced answers where the numbers would be: those describe the fallback, not the model."""
+    """Write the share of forced answers in place of the numbers, which describe the fallback and not the model."""
     axes.annotate(
         f"{100 * group.others['fallback_rate'].mean:.0f} % forced",
         xy=(0, row),
@@ -500,7 +516,7 @@ def _write_forced_share(axes: Axes, row: int, group: GroupNumbers) -> None:
 
 
 def _draw_chance_row(axes: Axes, row: int, group: GroupNumbers, *, colour: str) -> None:
-    """Draw one group at the height of its method's row."""
+    """Draw one group in the row of its method."""
     ece = 100 * group.metrics["ece"].mean
     debiased = 100 * group.metrics["debiased_ece"].mean
     smooth = 100 * group.metrics["smooth_ece"].mean
@@ -513,9 +529,9 @@ def _draw_chance_row(axes: Axes, row: int, group: GroupNumbers, *, colour: str) 
 
 
 def draw_scatter(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
-    """Draw accuracy against ECE with their intervals, and the null band of the ECE (grey).
+    """Draw ECE against accuracy with their intervals, and the null band of the ECE (grey).
 
-    Groups with mostly forced answers are left out.
+    Groups with too many forced answers are left out.
     """
     for method, groups in groups_of.items():
         for group in groups:
@@ -524,7 +540,7 @@ def draw_scatter(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
 
 
 def _draw_scatter_point(axes: Axes, group: GroupNumbers, *, look: MethodLook, label: str) -> None:
-    """Draw one group; every group of a method gives the same label, which the legend shows once."""
+    """Draw one group; all groups of a method have the same label, which the legend shows once."""
     accuracy = 100 * group.metrics["accuracy"].mean
     ece = 100 * group.metrics["ece"].mean
     axes.plot((accuracy, accuracy), _ends_in_percent(group.null), color=GREY, linewidth=5, alpha=0.35)
@@ -539,7 +555,7 @@ def _draw_scatter_point(axes: Axes, group: GroupNumbers, *, look: MethodLook, la
 
 
 def draw_seeds(axes: Axes, cells_of: Mapping[str, Sequence[CellNumbers]], looks: Looks) -> None:
-    """Draw the ECE of every seed, and a long mark at their mean; a method without cells has an empty row."""
+    """Draw the ECE of every seed and a long mark at their mean; the row of a method without cells is empty."""
     _name_rows(axes, cells_of)
     for row, (method, cells) in enumerate(cells_of.items()):
         colour = looks[method].colour
@@ -550,7 +566,7 @@ def draw_seeds(axes: Axes, cells_of: Mapping[str, Sequence[CellNumbers]], looks:
 
 
 def draw_world(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
-    """Draw measured ECE (filled) and true calibration error (open)."""
+    """Draw the measured ECE (filled) and the true calibration error (open)."""
     _name_rows(axes, groups_of)
     for row, (method, groups) in enumerate(groups_of.items()):
         colour = looks[method].colour
@@ -565,7 +581,7 @@ def draw_world(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
 def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
     """Draw the accuracy of each rule that picks one of k answers, and of the greedy answer.
 
-    The group has sampled answers, see `make_score_pictures`.
+    The group must have sampled answers, see `make_selection_pictures`.
     """
     sizes = sorted(group.selection)
     for rule, look in RULE_LOOKS.items():
@@ -578,7 +594,7 @@ def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
 
 
 def draw_histogram(axes: Axes, content: HistogramContent, _: Looks) -> None:
-    """Draw how often each confidence occurs: right answers, and wrong ones on top of them."""
+    """Draw how often each confidence occurs, with the wrong answers stacked on the right ones."""
     answers = content.answers
     right = answers.confidence[answers.correct]
     wrong = answers.confidence[~answers.correct]
@@ -597,7 +613,7 @@ def draw_histogram(axes: Axes, content: HistogramContent, _: Looks) -> None:
 
 
 def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> None:
-    """Draw how often answers are wrong if only the most confident ones are given, one curve per method."""
+    """Draw one curve per method: how many answers are wrong if only the most confident ones are given."""
     for position, (method, curve) in enumerate(curves.items()):
         axes.step(
             curve.coverage,
@@ -613,10 +629,10 @@ def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> N
 
 
 def draw_history(axes: Axes, content: HistoryContent, looks: Looks) -> None:
-    """Draw a validation metric over the steps, one line per method: the mean over the seeds that have the value."""
-    for method, trainings in content.trainings.items():
+    """Draw a validation metric over the steps: for each method, the mean over the seeds that have the value."""
+    for method, runs in content.runs_of.items():
         values_at: dict[float, list[float]] = {}  # step -> values of the seeds
-        for training in trainings:
+        for training in runs:
             for checkpoint in training.history:
                 if "step" in checkpoint and content.metric in checkpoint:
                     values_at.setdefault(checkpoint["step"], []).append(checkpoint[content.metric])
@@ -634,9 +650,9 @@ class FigureKind(NamedTuple):
         draw: draws the content of a panel on its axes.
         x: label of the x axis.
         y: label of the y axis.
-        height: of a panel in inches; None means by the number of rows.
-        same_axes: whether all panels have the same axes.
-        most_columns: maximum number of panels side by side.
+        height: height of a panel in inches; None means that it depends on the number of rows.
+        same_axes: whether all panels share the same axes.
+        max_columns: maximum number of panels side by side.
         in_shares: whether both axes are shares of answers.
     """
 
@@ -645,13 +661,13 @@ class FigureKind(NamedTuple):
     y: str = ""
     height: float | None = None
     same_axes: bool = True
-    most_columns: int = 5
+    max_columns: int = 5
     in_shares: bool = False
 
 
 KINDS = {
     "ece": FigureKind(draw_chance, x=ECE),
-    "scatter": FigureKind(draw_scatter, x=ACCURACY, y=ECE, height=3.6, same_axes=False, most_columns=3),
+    "scatter": FigureKind(draw_scatter, x=ACCURACY, y=ECE, height=3.6, same_axes=False, max_columns=3),
     "seeds": FigureKind(draw_seeds, x=ECE),
     "world": FigureKind(draw_world, x=ECE),
     "confidence-at-k": FigureKind(draw_selection, x="k", y=ACCURACY, height=2.6),

@@ -1,10 +1,10 @@
 """The tables of the report: tables.toml describes them, and this module fills them with numbers.
 
-`paper.csv` has the numbers that the paper prints, in the units of our tables. Its `table` is a kind of table and its
-`quantity` the metric of the column that shows the number. The numbers are copied from the paper's tables; its text
-differs in places. What its captions call variance is the standard deviation over five seeds. Of the deviations of
-Confidence@k, one row is printed twice (RCFT) and none for BCE, which is therefore missing. Minutes are those of one
-A100.
+`paper.csv` has the numbers that the paper prints, converted to the units of our tables. Its column `table` names the
+kind of table, and `quantity` the metric of the column that shows the number. The numbers come from the paper's tables;
+its text differs in places. What its captions call variance is the standard deviation over five seeds. The table of
+standard deviations of Confidence@k prints RCFT twice and BCE not at all, so those of BCE are missing. Training minutes
+were measured on one A100.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from catto.report.render import Column, Entry, Line, Table
 
 Setting = Literal["in", "out", "any"]  # see `CellIdentity.setting`
 
-# In the paper's order of columns; other tasks follow by name.
+# In the order of the paper's columns; other tasks follow in alphabetical order.
 TASK_TITLES = {
     "reward_bench_2": "Reward Bench 2",
     "snli": "SNLI",
@@ -55,7 +55,7 @@ TASK_TITLES = {
 BUDGET_TITLES: dict[Budget | None, str] = {"paper": "Paper's budget", "matched": "Matched budget"}
 SETTING_TITLES: dict[Setting, str] = {"in": "In distribution", "out": "Out of distribution"}
 PAPERS_K = (4, 8)
-PAPERS_SOURCE = "mmlu"  # what the models of the paper's out-of-distribution table were trained on
+PAPERS_SOURCE = "mmlu"  # the training task of the models in the paper's out-of-distribution table
 
 method_order = methods.method_sort_key
 
@@ -64,7 +64,7 @@ method_order = methods.method_sort_key
 
 
 class TableRow(NamedTuple):
-    """What a row is about: a method, and its budget where one table shows both budgets."""
+    """Identifies a row: a method, and its budget if the table shows both budgets."""
 
     method: str
     budget: Budget | None = None
@@ -85,7 +85,7 @@ def task_order(task: str) -> tuple[int, str]:
 
 
 def list_report_tasks(groups: Iterable[GroupNumbers]) -> list[str]:
-    """Return the tasks of the groups in the order of columns."""
+    """Return the tasks of the groups in the order of their columns."""
     return sorted({group.task for group in groups}, key=task_order)
 
 
@@ -97,12 +97,12 @@ def method_title(method: str) -> str:
 
 
 def row_order(row: TableRow) -> tuple[object, ...]:
-    """Return the sort key of a row: by method, the paper's budget first."""
+    """Return the sort key of a row: by method, then the paper's budget first."""
     return *method_order(row.method), row.budget != "paper"
 
 
 def setting_title(place: CellIdentity) -> str:
-    """Name a task, and what the model was trained on if that is another task: `SNLI, trained on MMLU`."""
+    """Name a task, and the training task if it is a different one: `SNLI, trained on MMLU`."""
     title = task_title(place.task)
     if place.setting == "in":
         return title
@@ -110,7 +110,7 @@ def setting_title(place: CellIdentity) -> str:
 
 
 def format_range(values: Iterable[float | None], digits: int = 2) -> str:
-    """Format the lowest and the highest value, or the only one if both round to the same.
+    """Format the lowest and the highest value; a single number if both round to the same.
 
     Args:
         values: at least one number; None is skipped.
@@ -137,7 +137,7 @@ def _format_with_commas(value: float) -> str:
 
 
 class PaperKey(NamedTuple):
-    """Where the paper prints a number. table: the kind of our table; quantity: the metric of our column."""
+    """Identifies a number of the paper. table: kind of our table; quantity: metric of our column."""
 
     table: str
     method: str
@@ -147,7 +147,7 @@ class PaperKey(NamedTuple):
 
 @cache
 def read_papers_numbers() -> dict[PaperKey, str]:
-    """Read the paper's numbers as the paper prints them.
+    """Read the paper's numbers, as text.
 
     >>> read_papers_numbers()[PaperKey("in", "dpo+catto", "ece", "snli")]
     '19.13'
@@ -162,20 +162,20 @@ def read_papers_numbers() -> dict[PaperKey, str]:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One kind of table, as tables.toml describes it: a table for each setting and budget, columns for each task.
+    """One kind of table, as described in tables.toml: one table per setting and budget, with columns for each task.
 
     Attributes:
         kind: the part of the page that shows the table.
-        stem: start of the table's file name.
+        stem: beginning of the table's file name.
         title: heading of the table.
         caption: sentences below the table.
         columns: the columns of one task.
         settings: the settings that have such a table; exactly one in the specs that `read_specs` returns.
-        shows: "mean": the mean over seeds; "short": the mean with its mark; "all": the same with interval, null band
-            and difference to DPO; "std": the standard deviation over seeds.
-        needs: a group without this number is left out.
-        each: whether there is one table for each task and training set.
-        notes: field of `Entry` -> a sentence for the caption if an entry of the table has that field.
+        shows: "mean": the mean over seeds; "short": the mean and its mark; "all": the mean and its mark, with interval,
+            null band and difference to DPO; "std": the standard deviation over seeds.
+        needs: name of a number; groups that lack it are left out.
+        each: whether each task and training set gets its own table.
+        notes: field of `Entry` -> sentence that is added to the caption if that field of any entry is set.
     """
 
     kind: str
@@ -195,7 +195,7 @@ def read_specs() -> dict[str, TableSpec]:
     """Read tables.toml.
 
     Returns:
-        stem -> spec, in the order of the file; one spec for each setting.
+        stem -> spec, in the order of the file; an entry with several settings becomes one spec per setting.
     """
     content = tomllib.loads(_read_package_file("tables.toml"))
     described = TypeAdapter(tuple[TableSpec, ...]).validate_python(content["table"])
@@ -208,6 +208,7 @@ def read_specs() -> dict[str, TableSpec]:
 
 
 def _restrict_to_setting(spec: TableSpec, setting: Setting) -> TableSpec:
+    """Return the spec for one setting, with its placeholders filled in."""
     title = SETTING_TITLES.get(setting, "")
     texts = {
         "setting": setting,
@@ -232,7 +233,7 @@ def _read_package_file(name: str) -> str:
 
 
 def build_tables(numbers: Numbers, results: Results) -> list[Table]:
-    """Build every table of the report, in order, without those that have no number."""
+    """Build all tables of the report, in order; tables without any number are left out."""
     kinds = {spec.kind for spec in read_specs().values()}
     kinds -= {"summary", "rates", "training"}
     tables = [build_summary(numbers)]
@@ -285,7 +286,7 @@ def _make_line(row: TableRow, entries: Iterable[Entry]) -> Line:
 
 
 def _write_caption(spec: TableSpec, columns: Iterable[Column], lines: Iterable[Line]) -> str:
-    """Join the caption, the notes that apply to some entry, and the notes of the columns."""
+    """Join the caption, the notes that apply to at least one entry, and the notes of the columns."""
     entries = _list_entries(lines)
     sentences = [spec.caption]
     for field_name, note in spec.notes.items():
@@ -296,8 +297,8 @@ def _write_caption(spec: TableSpec, columns: Iterable[Column], lines: Iterable[L
     return " ".join(sentences)
 
 
-def _name_mean(spec: TableSpec, *, tasks: int, seeds: int) -> TableSpec:
-    """Return the spec with a caption that names what the numbers are means over, if there are several of it."""
+def _note_averaging(spec: TableSpec, *, tasks: int, seeds: int) -> TableSpec:
+    """Return the spec with a caption that says whether the numbers are means over tasks, seeds or both."""
     averaged = []
     if tasks > 1:
         averaged.append("tasks")
@@ -309,7 +310,7 @@ def _name_mean(spec: TableSpec, *, tasks: int, seeds: int) -> TableSpec:
 
 
 def _count_seeds(groups: Iterable[GroupNumbers]) -> int:
-    """Return the number of seeds of the group that has most of them."""
+    """Return the number of seeds of the group with the most seeds."""
     return max(len(group.seeds) for group in groups)
 
 
@@ -317,10 +318,10 @@ def _count_seeds(groups: Iterable[GroupNumbers]) -> int:
 
 
 def build_summary(numbers: Numbers) -> Table:
-    """Build the table of the first screen: one line for each method, with means over the tasks.
+    """Build the table of the first screen: one line per method, with means over tasks.
 
-    Numbers have the decimals that N supports. Bold marks every method that cannot be told apart from the best one,
-    unless that is true of all methods.
+    Numbers are printed with the decimals that N supports. Methods that cannot be distinguished from the best one are
+    bold, unless this applies to all of them.
     """
     spec = read_specs()["summary"]
     groups = numbers.first_screen
@@ -331,7 +332,7 @@ def build_summary(numbers: Numbers) -> Table:
 
     tasks = list_report_tasks(groups)
     titled = replace(spec, title=_write_summary_title(groups))
-    titled = _name_mean(titled, tasks=len(tasks), seeds=_count_seeds(groups))
+    titled = _note_averaging(titled, tasks=len(tasks), seeds=_count_seeds(groups))
     columns = _choose_summary_columns(spec, groups)
     rows = [TableRow(group.method) for group in groups]
     return _fill_table(titled, columns, rows, make_entry)
@@ -371,7 +372,7 @@ def _choose_summary_columns(spec: TableSpec, groups: Sequence[GroupNumbers]) -> 
 def _make_summary_entry(
     spec: TableSpec, column: Column, *, groups: Sequence[GroupNumbers], verdict: Verdict | None
 ) -> Entry:
-    """Make the entry of one method from its groups, one for each task."""
+    """Make the entry of one method from its groups, of which there is one per task."""
     if column.metric == "chance":
         return _make_chance_entry(groups, column.decimals)
     entries = [_make_entry(spec, column, group) for group in groups]
@@ -380,7 +381,7 @@ def _make_summary_entry(
         entry = entries[0]
     else:
         entry = _average_entries(entries, column.decimals)
-    # In this table only the share of forced answers says where numbers describe the fallback.
+    # In this table, only the column with the share of forced answers has the warning.
     entry.forced = ""
     if column.metric == "fallback_rate" and has_forced_answers:
         entry.forced = "forced"
@@ -391,7 +392,7 @@ def _make_summary_entry(
 
 
 def _make_chance_entry(groups: Sequence[GroupNumbers], decimals: int) -> Entry:
-    """Print the null band of one task, or in how many of several tasks the ECE is within it."""
+    """Print the null band of a single task, or in how many of several tasks the ECE is within its null band."""
     if len(groups) > 1:
         within = sum(group.within_null for group in groups)
         return Entry(text=f"in {within} of {len(groups)} tasks")
@@ -401,7 +402,7 @@ def _make_chance_entry(groups: Sequence[GroupNumbers], decimals: int) -> Entry:
 
 
 def _average_entries(entries: Sequence[Entry], decimals: int) -> Entry:
-    """Return the mean over tasks; an empty entry if a task has no value."""
+    """Return the mean over tasks; an empty entry if any task has no value."""
     values = [entry.value for entry in entries if entry.value is not None]
     if len(values) < len(entries):
         return Entry()
@@ -415,7 +416,7 @@ def _is_left_out(column: Column, groups: Iterable[GroupNumbers]) -> bool:
 
 
 def list_sizes(groups: Iterable[GroupNumbers]) -> list[int]:
-    """Return the numbers of candidates to show: the paper's if they were measured, and the largest."""
+    """Return the values of k to show: those of the paper if they were measured, and the largest measured one."""
     measured: set[int] = set()
     for group in groups:
         measured.update(group.selection)
@@ -429,20 +430,21 @@ def list_sizes(groups: Iterable[GroupNumbers]) -> list[int]:
 
 
 def build_group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
-    """Build the tables of these kinds for every budget."""
+    """Build the tables of the given kinds, for every budget."""
     wanted = [spec for spec in read_specs().values() if spec.kind in kinds]
     tables = []
     for spec, budget in product(wanted, numbers.budgets):
-        block = numbers.find_groups(spec.settings[0], budget)
-        groups = [group for group in block if group.number(spec.needs)]
+        (setting,) = spec.settings
+        candidates = numbers.find_groups(setting, budget)
+        groups = [group for group in candidates if group.number(spec.needs)]
         sizes = list_sizes(groups)
-        for part in _split_into_tables(spec, groups):
-            tables.append(_build_group_table(spec, part, budget=budget, sizes=sizes))
+        for groups_of_table in _split_into_tables(spec, groups):
+            tables.append(_build_group_table(spec, groups_of_table, budget=budget, sizes=sizes))
     return tables
 
 
 def _split_into_tables(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[list[GroupNumbers]]:
-    """Return the groups of each table: all in one, or those of one task and training set together."""
+    """Return the groups of each table: one table for all, or one for each task and training set."""
     if not groups:
         return []
     if not spec.each:
@@ -457,7 +459,7 @@ def _split_into_tables(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[
 def _build_group_table(
     spec: TableSpec, groups: Sequence[GroupNumbers], *, budget: Budget | None, sizes: Sequence[int]
 ) -> Table:
-    """Build one table: a line for each method; a column takes the group of its task."""
+    """Build one table, with a line for each method; each column shows the group of its task."""
     group_at = {(group.method, group.task): group for group in groups}
 
     def make_entry(row: TableRow, column: Column) -> Entry:
@@ -472,7 +474,7 @@ def _build_group_table(
         stem += f"-{budget}"
         title += f", {BUDGET_TITLES[budget].lower()}"
     named = replace(spec, stem=stem, title=title)
-    named = _name_mean(named, tasks=1, seeds=_count_seeds(groups))
+    named = _note_averaging(named, tasks=1, seeds=_count_seeds(groups))
     columns = _fill_columns(spec, groups, sizes)
     rows = [TableRow(group.method) for group in groups]
     table = _fill_table(named, columns, rows, make_entry)
@@ -480,20 +482,20 @@ def _build_group_table(
 
 
 def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequence[int]) -> list[Column]:
-    """Return the columns of every task; a column with a rule is repeated for every number of candidates."""
-    repeated: list[tuple[Column, int]] = []
+    """Return the columns of every task; a column with a rule is repeated for each k in `sizes`."""
+    columns_with_k: list[tuple[Column, int]] = []
     for column in spec.columns:
         if _is_left_out(column, groups):
             continue
         if column.rule:
-            repeated += [(column, k) for k in sizes]
+            columns_with_k += [(column, k) for k in sizes]
         else:
-            repeated.append((column, 0))
-    if spec.each:
-        repeated.sort(key=lambda pair: pair[1])
+            columns_with_k.append((column, 0))
+    if spec.each:  # the columns of one k share a heading, so they are put next to each other
+        columns_with_k.sort(key=lambda column_and_k: column_and_k[1])
     columns = []
     for task in list_report_tasks(groups):
-        for column, k in repeated:
+        for column, k in columns_with_k:
             if spec.each:
                 top = column.top
             else:
@@ -506,35 +508,28 @@ def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequen
 
 
 def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> Entry:
-    """Print a group's number with what this kind of table shows of it."""
+    """Make the entry of a group in a column, with the details that this kind of table shows."""
     if group is None:
         return Entry()
-    spread = _find_spread(column, group)
-    if spread is None and column.metric == "risk_threshold":
-        return Entry(text="none")
-    if spread is None:
+    summary = _find_summary(column, group)
+    if summary is None:
+        if column.metric == "risk_threshold":
+            return Entry(text="none")
         return Entry()
     entry = Entry(group=group, scale=column.scale, paper=_find_papers_number(spec, column, group))
-    value = spread.mean
-    deviation = spread.std
+    value: float | None = summary.mean
+    deviation = summary.std
     if spec.shows == "std":
-        if deviation is None:
-            return entry
-        value = deviation
+        value = summary.std
         deviation = None
+    if value is None:
+        return entry
     entry.value = column.scale * value
     entry.text = f"{entry.value:.{column.decimals}f}"
     if deviation is not None:
         entry.std = column.scale * deviation
     entry.notes = _write_notes(spec, column.metric, group)
-    versus = group.versus.get(column.metric)
-    if spec.shows in ("short", "all") and versus is not None:
-        entry.mark = versus.mark(column.metric)
-    if spec.shows == "all":
-        entry.versus = versus
-        entry.interval = _scale_ends(group.intervals[column.metric], column.scale)
-        if column.metric == "ece":
-            entry.null = _scale_ends(group.null, column.scale)
+    _add_comparison(entry, spec, column, group)
     forced_share = _find_forced_share(spec, group)
     reads_answers = column.metric not in PREFERENCE
     if forced_share > MOST_FORCED and reads_answers:
@@ -543,15 +538,27 @@ def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> 
     return entry
 
 
-def _find_spread(column: Column, group: GroupNumbers) -> SeedSummary | None:
-    """Return the number that the column shows of a group; None if the group does not have it."""
+def _add_comparison(entry: Entry, spec: TableSpec, column: Column, group: GroupNumbers) -> None:
+    """Set the mark, difference to DPO, interval and null band of an entry, if this kind of table shows them."""
+    versus = group.versus.get(column.metric)
+    if spec.shows in ("short", "all") and versus is not None:
+        entry.mark = versus.mark(column.metric)
+    if spec.shows == "all":
+        entry.versus = versus
+        entry.interval = _scale_ends(group.intervals[column.metric], column.scale)
+        if column.metric == "ece":
+            entry.null = _scale_ends(group.null, column.scale)
+
+
+def _find_summary(column: Column, group: GroupNumbers) -> SeedSummary | None:
+    """Return the number of the group that the column shows; None if the group does not have it."""
     if column.rule:
         return group.selection.get(column.k, {}).get(column.rule)
     return group.number(column.metric)
 
 
 def _find_papers_number(spec: TableSpec, column: Column, group: GroupNumbers) -> str:
-    """Return what the paper prints for this entry; empty if it prints nothing comparable."""
+    """Return the number that the paper prints for this entry; empty if it has no comparable one."""
     is_comparable = group.papers_budget and group.trained_on in (group.task, PAPERS_SOURCE)
     if not is_comparable:
         return ""
@@ -560,7 +567,7 @@ def _find_papers_number(spec: TableSpec, column: Column, group: GroupNumbers) ->
 
 
 def _write_notes(spec: TableSpec, metric: str, group: GroupNumbers) -> tuple[str, ...]:
-    """Return the lines below a value: what it is measured on, or what holds in place of its interval."""
+    """Return the notes below a value: what it is measured on, or numbers that replace an invalid interval."""
     if spec.shows == "all" and group.intervals[metric].reason is not None:
         return _replace_interval(group)
     if metric == "auroc_within":
@@ -568,7 +575,7 @@ def _write_notes(spec: TableSpec, metric: str, group: GroupNumbers) -> tuple[str
     if metric == "preference_accuracy" and spec.shows == "all":
         return (f"N = {group.others['preference_pairs'].mean:g}",)
     if metric == "risk_threshold":
-        share_of_seeds = group.others["risk_promised"].mean
+        share_of_seeds = group.others["risk_promised"].mean  # 1 or 0 for each seed
         seeds = len(group.seeds)
         if share_of_seeds < 1:
             return (f"in {round(share_of_seeds * seeds)} of {seeds} seeds",)
@@ -576,7 +583,7 @@ def _write_notes(spec: TableSpec, metric: str, group: GroupNumbers) -> tuple[str
 
 
 def _replace_interval(group: GroupNumbers) -> tuple[str, ...]:
-    """Describe an ECE outside its own interval by numbers that hold: debiased ECE, confidence minus accuracy."""
+    """Describe an ECE outside its own interval by the debiased ECE and by confidence minus accuracy."""
     notes = [f"debiased {100 * group.metrics['debiased_ece'].mean:.2f}"]
     gap = group.gap
     if not isnan(gap.low):
@@ -586,13 +593,14 @@ def _replace_interval(group: GroupNumbers) -> tuple[str, ...]:
 
 
 def _find_forced_share(spec: TableSpec, group: GroupNumbers) -> float:
-    """Return the share of forced answers among those that the table is about: the samples or the greedy answers."""
+    """Return the share of forced answers among the samples if the table is about samples, else among greedy answers."""
     if spec.needs == "sample_fallback_rate":
         return group.others["sample_fallback_rate"].mean
     return group.others["fallback_rate"].mean
 
 
 def _scale_ends(band: Interval | NullBand, scale: float) -> tuple[float, float] | None:
+    """Return both ends in the unit of the column; None if they are undefined."""
     if isnan(band.low):
         return None
     return scale * band.low, scale * band.high
@@ -602,16 +610,16 @@ def _scale_ends(band: Interval | NullBand, scale: float) -> tuple[float, float] 
 
 
 class TrainedCell(NamedTuple):
-    """A cell whose model was trained, and how."""
+    """A cell, and how its model was trained."""
 
     cell: Cell
     training: Training
 
 
 def list_trained_cells(results: Results) -> list[TrainedCell]:
-    """Return one cell for each trained model: the one tested on its training task, or else its first test."""
+    """Return one cell for each trained model: the in-distribution test, or else the first out-of-distribution test."""
     models: dict[tuple[str, str, Budget | None, int], TrainedCell] = {}
-    for cell in sorted(results.cells, key=lambda cell: cell.setting):
+    for cell in sorted(results.cells, key=lambda cell: cell.setting):  # "in" comes before "out"
         if cell.training is None:
             continue
         model = (cell.trained_on, cell.method, cell.budget, cell.seed)
@@ -625,14 +633,14 @@ def is_trained_on_pairs(method: str) -> bool:
 
 
 def describe_budget(results: Results, budget: Budget | None) -> str:
-    """Say how long the preference methods of a budget were trained; empty if nothing is recorded."""
+    """Describe how long the preference methods of a budget were trained; empty if nothing is recorded."""
     runs_of: dict[str, list[Training]] = {}
     for cell, training in sorted(list_trained_cells(results), key=lambda trained: method_order(trained.cell.method)):
         is_of_budget = cell.budget in (None, budget)
         is_recorded = training.rows and training.epochs
         if is_of_budget and is_recorded and is_trained_on_pairs(cell.method):
             runs_of.setdefault(cell.method, []).append(training)
-    titles_of: dict[str, list[str]] = {}  # methods of the same effort share a clause
+    titles_of: dict[str, list[str]] = {}  # methods with the same effort share a clause
     for method, runs in runs_of.items():
         titles_of.setdefault(_describe_effort(runs), []).append(method_title(method))
     clauses = [f"{', '.join(titles)}: {effort}" for effort, titles in titles_of.items()]
@@ -640,7 +648,7 @@ def describe_budget(results: Results, budget: Budget | None) -> str:
 
 
 def _describe_effort(runs: Sequence[Training]) -> str:
-    """Say on how many pairs and for how many epochs a method was trained, and which epoch was kept if not the last."""
+    """Describe on how many pairs and epochs a method was trained, and which epoch was kept if it was not the last."""
     pairs = format_range(run.rows for run in runs)
     epochs = format_range(run.epochs for run in runs)
     kept_epochs = []
@@ -657,10 +665,10 @@ def _describe_effort(runs: Sequence[Training]) -> str:
 
 
 def build_training_tables(results: Results) -> list[Table]:
-    """Build a table of learning rates for each training set, then one of time, tokens and kept steps.
+    """Build a table of learning rates for each training set, then one of training time, tokens and kept steps.
 
-    There is a line for each method and budget. Numbers are means over the seeds that recorded them; kept steps are a
-    range.
+    Each has a line for every method and budget. Numbers are means over the seeds that recorded them; kept steps are
+    printed as a range.
     """
     trained = list_trained_cells(results)
     tasks = sorted({cell.trained_on for cell, _ in trained}, key=task_order)
@@ -670,11 +678,11 @@ def build_training_tables(results: Results) -> list[Table]:
 
 
 def _build_rates_table(trained: Sequence[TrainedCell], task: str) -> Table:
-    """Build the learning rates of the preference methods trained on a task, a column for each seed."""
+    """Build the table of learning rates of the preference methods trained on a task, with a column for each seed."""
     spec = read_specs()["learning-rates"]
 
     def make_entry(row: TableRow, column: Column) -> Entry:
-        of_seed = [each for each in trained if str(each.cell.seed) == column.metric]
+        of_seed = [each for each in trained if str(each.cell.seed) == column.metric]  # the column's metric is its seed
         return _make_training_entry(spec, column, row=row, quantity="rate", trained=of_seed)
 
     cells = [cell for cell, _ in trained if cell.trained_on == task and is_trained_on_pairs(cell.method)]
@@ -686,7 +694,7 @@ def _build_rates_table(trained: Sequence[TrainedCell], task: str) -> Table:
 
 
 def _build_effort_table(results: Results, trained: Sequence[TrainedCell], tasks: Sequence[str]) -> Table:
-    """Build the table of time, tokens and kept steps, with columns for each training set."""
+    """Build the table of training time, tokens and kept steps, with columns for each training set."""
     spec = read_specs()["training"]
 
     def make_entry(row: TableRow, column: Column) -> Entry:
@@ -701,21 +709,29 @@ def _build_effort_table(results: Results, trained: Sequence[TrainedCell], tasks:
     seeds = {cell.seed for cell, _ in trained}
     kept_by = results.recipe.get("keep", "as trained")
     named = replace(spec, caption=spec.caption.format(keep=kept_by))
-    named = _name_mean(named, tasks=1, seeds=len(seeds))
+    named = _note_averaging(named, tasks=1, seeds=len(seeds))
     return _fill_table(named, columns, rows, make_entry)
 
 
 def _make_training_entry(
     spec: TableSpec, column: Column, *, row: TableRow, quantity: str, trained: Iterable[TrainedCell]
 ) -> Entry:
-    """Print the mean of a quantity over the trainings of a row that recorded it."""
-    trainings = []
+    """Make the entry of a row: the mean of a quantity over the training runs that recorded it.
+
+    Args:
+        spec: the kind of table.
+        column: the column; its task is the training set.
+        row: the method and budget.
+        quantity: see `_read_effort`.
+        trained: all trained cells, or those of one seed.
+    """
+    runs = []
     for cell, training in trained:
         if TableRow(cell.method, cell.budget) == row and cell.trained_on == column.task:
-            trainings.append(training)
+            runs.append(training)
     values = []
     steps = []
-    for training in trainings:
+    for training in runs:
         value = _read_effort(training, quantity)
         if value is not None:
             values.append(value)
@@ -728,17 +744,17 @@ def _make_training_entry(
         entry.text = f"{mean:g}"
     elif quantity == "kept":
         entry.text = f"{format_range(values)} of {format_range(steps)}"
-    if all(has_papers_budget(row.method, row.budget, training) for training in trainings):
+    if all(has_papers_budget(row.method, row.budget, training) for training in runs):
         key = PaperKey(table=spec.kind, method=row.method, quantity=column.metric, task=column.task)
         entry.paper = read_papers_numbers().get(key, "")
     return entry
 
 
 def _read_effort(training: Training, quantity: str) -> float | None:
-    """Return a quantity of a training in the unit of its column; None if it was not recorded.
+    """Return a quantity of a training run in the unit of its column; None if it was not recorded.
 
     Args:
-        training: the record of one training.
+        training: the record of the run.
         quantity: "rate" (learning rate), "minutes", "each" (milliseconds per row and epoch), "tokens" (millions) or
             "kept" (the step whose weights were kept).
     """
