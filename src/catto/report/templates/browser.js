@@ -1,14 +1,20 @@
-// The browser of predictions: columns in memory, one list of row numbers, and only the visible rows in the page.
+// The browser of predictions. The data stay in columns, `order` lists the numbers of the rows that match the filters,
+// and only the visible ones of them are elements of the page.
 (() => {
   const { cells, questions, columns } = DATA.browser;
   const [CELL, QUESTION, ANSWER, CONFIDENCE, FLAGS, RESPONSE] = columns;
-  const RIGHT = 1, FALLBACK = 2, CUT = 4, PLAIN = 8, HEIGHT = 64, SPARE = 6;
+  // Bits of FLAGS, as in browser.py.
+  const RIGHT = 1, FALLBACK = 2, CUT = 4, PLAIN = 8;
+  const HEIGHT = 64; // pixels of a row in the list
+  const SPARE = 6; // rows drawn above and below the visible ones
   const form = document.getElementById("browser-filters"), list = document.getElementById("list");
   const runway = document.getElementById("runway"), detail = document.getElementById("detail"), count = document.getElementById("count");
   const total = CELL.length;
-  let order = [], chosen = 0, frame = 0, haystack = null;
+  let order = [], chosen = 0; // `chosen` is a position in `order`
+  let frame = 0; // the request to paint that is pending
+  let searchTexts = null; // the lower-case text of every row, made by the first search
 
-  const task = cell => cell.task + " " + cell.trained_on;
+  const taskKey = cell => cell.task + " " + cell.trained_on;
   const taskTitle = cell => DATA.tasks[cell.task] + (cell.task === cell.trained_on ? "" : ` (from ${DATA.tasks[cell.trained_on]})`);
   const budgetTitle = cell => (cell.budget ? DATA.budgets[cell.budget] : "");
   const methodTitle = cell => DATA.methods[cell.method] || cell.method;
@@ -16,9 +22,9 @@
   function fill(name, entries) {
     const menu = form.elements[name];
     for (const [value, title] of new Map(entries)) menu.append(el("option", { value }, title));
-    menu.closest("label").hidden = menu.length < 3; // "all" and the only value: nothing to choose
+    menu.closest("label").hidden = menu.length < 3; // "all" and a single value leave nothing to choose
   }
-  fill("task", cells.map(cell => [task(cell), taskTitle(cell)]));
+  fill("task", cells.map(cell => [taskKey(cell), taskTitle(cell)]));
   const present = new Set(cells.map(cell => cell.method));
   fill("method", Object.entries(DATA.methods).filter(([name]) => present.has(name)));
   fill("budget", cells.filter(cell => cell.budget).map(cell => [cell.budget, budgetTitle(cell)]));
@@ -31,26 +37,49 @@
     low: (a, b) => CONFIDENCE[a] - CONFIDENCE[b],
   };
   const sorted = {};
-  // Each order is sorted once; a filter then only walks it.
+  // All rows are sorted once per order; filters then only walk through them.
   const inOrder = name => (sorted[name] ??= Uint32Array.from({ length: total }, (_, row) => row).sort((a, b) => compare[name](a, b) || a - b));
 
-  function searchable() {
-    const asked = questions.map(one => [one.id, ...(one.parts || []).map(part => part[1]), ...(one.options || []).map(option => option[1])].join("\n").toLowerCase());
-    return haystack ??= RESPONSE.map((text, row) => asked[QUESTION[row]] + "\n" + text.toLowerCase());
+  function makeSearchTexts() {
+    const questionTexts = questions.map(question => {
+      const parts = (question.parts || []).map(part => part[1]);
+      const options = (question.options || []).map(option => option[1]);
+      return [question.id, ...parts, ...options].join("\n").toLowerCase();
+    });
+    return RESPONSE.map((text, row) => questionTexts[QUESTION[row]] + "\n" + text.toLowerCase());
   }
 
+  const value = name => form.elements[name].value;
+
+  function cellMatches(cell) {
+    const sameTask = !value("task") || taskKey(cell) === value("task");
+    const sameMethod = !value("method") || cell.method === value("method");
+    const sameBudget = !value("budget") || cell.budget === null || cell.budget === value("budget");
+    const sameSeed = !value("seed") || String(cell.seed) === value("seed");
+    return sameTask && sameMethod && sameBudget && sameSeed;
+  }
+
+  // Option of the menu "Answer" -> whether a row with these flags belongs to it.
+  const hasVerdict = {
+    "": () => true,
+    right: flags => flags & RIGHT,
+    wrong: flags => !(flags & RIGHT),
+    fallback: flags => flags & FALLBACK,
+    plain: flags => flags & PLAIN,
+  };
+
   function filtered() {
-    const value = name => form.elements[name].value;
-    const fits = cells.map(cell => (!value("task") || task(cell) === value("task")) && (!value("method") || cell.method === value("method"))
-      && (!value("budget") || cell.budget === null || cell.budget === value("budget")) && (!value("seed") || String(cell.seed) === value("seed")));
-    const verdict = value("verdict"), low = Number(value("low") || 0) / 100, high = value("high") === "" ? 1 : Number(value("high")) / 100;
-    const text = value("text").trim().toLowerCase(), hay = text ? searchable() : null;
+    const matches = cells.map(cellMatches);
+    const verdictMatches = hasVerdict[value("verdict")];
+    const low = Number(value("low") || 0) / 100;
+    const high = value("high") === "" ? 1 : Number(value("high")) / 100;
+    const text = value("text").trim().toLowerCase();
+    if (text) searchTexts ??= makeSearchTexts();
     const kept = [];
     for (const row of inOrder(value("order"))) {
-      const flags = FLAGS[row], confidence = CONFIDENCE[row];
-      if (!fits[CELL[row]] || confidence < low || confidence > high) continue;
-      if (verdict === "right" && !(flags & RIGHT) || verdict === "wrong" && flags & RIGHT || verdict === "fallback" && !(flags & FALLBACK) || verdict === "plain" && !(flags & PLAIN)) continue;
-      if (hay && !hay[row].includes(text)) continue;
+      const inRange = CONFIDENCE[row] >= low && CONFIDENCE[row] <= high;
+      if (!matches[CELL[row]] || !inRange || !verdictMatches(FLAGS[row])) continue;
+      if (text && !searchTexts[row].includes(text)) continue;
       kept.push(row);
     }
     return kept;
@@ -102,10 +131,13 @@
 
   function show() {
     const row = order[chosen];
-    if (row === undefined) { detail.replaceChildren(el("p", {}, "Nothing fits these filters.")); return; }
+    if (row === undefined) { detail.replaceChildren(el("p", {}, "No predictions match these filters.")); return; }
     const cell = cells[CELL[row]], question = questions[QUESTION[row]], right = FLAGS[row] & RIGHT;
     const same = [];
-    for (let other = 0; other < total; other += 1) if (QUESTION[other] === QUESTION[row] && cells[CELL[other]].trained_on === cell.trained_on && cells[CELL[other]].seed === cell.seed) same.push(other);
+    for (let other = 0; other < total; other += 1) {
+      const otherCell = cells[CELL[other]];
+      if (QUESTION[other] === QUESTION[row] && otherCell.trained_on === cell.trained_on && otherCell.seed === cell.seed) same.push(other);
+    }
     detail.replaceChildren(
       el("div", {}, el("span", { class: "tag " + (right ? "right" : "wrong") }, right ? "right" : "wrong"), el("span", { class: "tag" }, `confidence ${(100 * CONFIDENCE[row]).toFixed(1)} %`),
         FLAGS[row] & FALLBACK ? el("span", { class: "tag" }, "fallback: no readable answer") : FLAGS[row] & PLAIN ? el("span", { class: "tag" }, "plain: no answer tags") : ""),
@@ -113,8 +145,8 @@
       ...(question.parts || []).map(([name, text]) => el("p", { class: "part" }, question.parts.length > 1 ? el("b", {}, name) : "", text)),
       question.options ? el("ul", { class: "options" }, ...question.options.map(option => optionElement(option, row, question))) : el("p", {}, `Answered ${ANSWER[row] ?? "nothing"}, gold ${question.gold}.`),
       el("h3", {}, "Response"),
-      el("div", { class: "response", tabindex: "0" }, RESPONSE[row] + (FLAGS[row] & CUT ? " … (cut here; the file has all of it)" : "")),
-      same.length > 1 ? el("h3", {}, "The same question, same seed") : "",
+      el("div", { class: "response", tabindex: "0" }, RESPONSE[row] + (FLAGS[row] & CUT ? " … (cut here; the file has the full response)" : "")),
+      same.length > 1 ? el("h3", {}, "The same question with the same seed") : "",
       same.length > 1 ? el("table", { class: "others" }, el("tbody", {}, ...same.map(other => {
         const its = cells[CELL[other]], ok = FLAGS[other] & RIGHT;
         return el("tr", {}, el("td", {}, methodTitle(its) + (its.budget ? ` (${its.budget})` : "")), el("td", {}, ANSWER[other] ?? "-"), el("td", {}, `${(100 * CONFIDENCE[other]).toFixed(1)} %`), el("td", { class: ok ? "good" : "bad" }, ok ? "right" : "wrong"));
@@ -149,7 +181,7 @@
   let wait = 0;
   form.addEventListener("input", event => {
     clearTimeout(wait);
-    wait = setTimeout(apply, event.target.name === "text" ? 120 : 0);
+    wait = setTimeout(apply, event.target.name === "text" ? 120 : 0); // while someone types, wait for a pause
   });
   form.addEventListener("submit", event => event.preventDefault());
   new ResizeObserver(() => { frame ||= requestAnimationFrame(paint); }).observe(list);

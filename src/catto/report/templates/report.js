@@ -10,11 +10,11 @@ const el = (tag, attributes = {}, ...children) => {
   return made;
 };
 const percent = (value, digits = 2) => (100 * value).toFixed(digits);
-// Name of a number -> its title and definition, as the last section prints them; `raw` is not printed in per cent.
+// Name of a number -> its title and definition, read from the section of definitions; `raw` numbers are not in per cent.
 const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitions dl > div")].map(one =>
   [one.id.slice("def-".length), { title: one.children[0].textContent, text: one.children[1].textContent, raw: "raw" in one.dataset }]));
 
-// Theme: the reader's choice wins over the system's and is kept where the browser allows it.
+// Theme: the reader's choice overrides the system's, and is remembered if the browser allows it.
 (() => {
   const root = document.documentElement;
   const stored = () => { try { return localStorage.getItem("catto-theme"); } catch { return null; } };
@@ -34,7 +34,6 @@ const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitio
     const inputs = [...box.querySelectorAll(`[data-kind=${kind}] input`)];
     return inputs.length ? new Set(inputs.filter(one => one.checked).map(one => one.value)) : null;
   };
-  const words = text => JSON.parse(text); // a list: names may hold blanks
   function apply() {
     const [budgets, tasks, methods] = ["budget", "task", "method"].map(active);
     const shown = (set, value) => !set || !value || set.has(value);
@@ -43,7 +42,7 @@ const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitio
     for (const one of document.querySelectorAll("main [data-task]")) one.hidden = !shown(tasks, one.dataset.task);
     for (const one of document.querySelectorAll("main .block, main .budget")) one.hidden = !shown(budgets, one.dataset.budget);
     for (const one of document.querySelectorAll("main figure")) {
-      one.hidden = !(shown(budgets, one.dataset.budget) && any(tasks, words(one.dataset.tasks)) && any(methods, words(one.dataset.methods)));
+      one.hidden = !(shown(budgets, one.dataset.budget) && any(tasks, JSON.parse(one.dataset.tasks)) && any(methods, JSON.parse(one.dataset.methods)));
     }
   }
   box.addEventListener("change", apply);
@@ -69,7 +68,7 @@ const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitio
     const corrected = one.p_corrected === null ? "" : `, corrected ${pText(one.p_corrected)}`;
     return `${signed(name, one.difference)}${ends} (p ${pText(one.p_value)}${corrected})`;
   }
-  // A metric's name is that of a number of the group, or `8 majority vote` for a way to pick one of 8 answers.
+  // A metric is the name of a number of the group, or, for a rule that picks one of 8 answers, `8 majority vote`.
   function named(group, metric) {
     const [, k, rule] = metric.match(/^(\d+) ?(.*)$/) || [];
     if (k) return { name: rule || "most confident", spread: group.selection[k][rule || "most confident"], suffix: `, k = ${k}` };
