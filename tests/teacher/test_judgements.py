@@ -92,7 +92,7 @@ def test_a_pair_has_a_right_and_a_wrong_answer(tmp_path: Path) -> None:
 
 
 def test_votes_are_of_labels_alone() -> None:
-    with pytest.raises(ValueError, match="question q0: votes are of labels"):
+    with pytest.raises(ValueError, match="question q0: votes count labels"):
         list(stream_rows(answered(), TeacherSettings(n=4)))
 
 

@@ -242,7 +242,7 @@ def test_replies_under_another_model_name_are_counted_and_said(tmp_path: Path) -
     with serve(respond) as server:
         found = teach(questions(4), None, server_settings(server.url), tmp_path)
     assert found.other_models == {"m-mini": 6}
-    assert "under another model name than asked: 6 from m-mini" in found.lines()
+    assert "replies under a different model name than requested: 6 from m-mini" in found.lines()
     assert read_manifest(tmp_path / "responses.jsonl").counts["other_model"] == 6
 
 

@@ -179,7 +179,7 @@ def test_settings_name_what_their_source_needs(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             TeacherSettings(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the settings name none"):
+    with pytest.raises(ValueError, match="neither the settings nor the caller names one"):
         teach(questions(1), None, TeacherSettings(), tmp_path)
 
 

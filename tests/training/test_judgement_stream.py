@@ -105,7 +105,7 @@ def test_a_mixture_and_votes_are_refused(model: Any, tmp_path: Path) -> None:
     labelled = next(generate_questions("test", 1, seed=0))
     with pytest.raises(ValueError, match="1 of 5 have options"):
         sampled(model, tmp_path, [*QUESTIONS, labelled])
-    with pytest.raises(ValueError, match="votes are of labels"):
+    with pytest.raises(ValueError, match="votes need labels"):
         sample_stream(model, TOKENIZER, QUESTIONS, settings={**SETTINGS, "k": 2}, folder=tmp_path)
 
 

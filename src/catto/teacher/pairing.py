@@ -1,8 +1,8 @@
-"""Turn responses into rows to train on, and summarise what the responses gave.
+"""Turn responses into training rows, and summarise the responses.
 
-Every row renders its text anew, so that the label is alone on its line. A response without a label counts as wrong. It
-is never the rejected response of a pair, since there is no label to compare. Among the outcome rows it keeps its
-reasoning, and its answer stays open.
+The text of every row is rendered anew, so that the label is alone on its line. A response without a label counts as
+wrong. It is never the rejected response of a pair, since there is no label to compare. As an outcome row it has its
+reasoning, and its text ends where the label would follow.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class AnsweredQuestion(NamedTuple):
 
     @property
     def wrong(self) -> tuple[Response, ...]:
-        """The other responses, with or without a label."""
+        """The incorrect responses, with or without a label."""
         return tuple(response for response in self.responses if not response.correct)
 
 
 def sft_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
     """Yield a row for every correct response; without reasoning only one, since the others have the same text.
 
-    The teacher of the world of readings also teaches to state a confidence and to judge an answer.
+    The teacher of the `readings` task adds rows that state a confidence and rows that judge an answer.
     """
     correct = group.right
     if not settings.reasoning:
@@ -75,7 +75,7 @@ def sft_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]
 
 
 def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings: AskSettings) -> SftRow:
-    """Return the row of a response of the world of readings, asked for a confidence too."""
+    """Return a row of the `readings` task whose prompt also asks for a confidence, and whose response states one."""
     assert response.label is not None
     prompt = render_messages(group.question, reasoning=settings.reasoning, confidence=True)
     (turn,) = _render_turn(response, settings)
@@ -85,17 +85,17 @@ def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings
 
 
 def _correct_judgements(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield what the teacher of the world of readings rightly says of its own answers, right or wrong."""
+    """Yield a row for every answer that the teacher of the `readings` task judges correctly, be it right or wrong."""
     for response in group.responses:
         if response.label is None:
             continue
-        is_called_right = judge_sum(group.question, response.label, response.temperature or 1.0, response.seed or 0)
-        if is_called_right == response.correct:
+        is_judged_right = judge_sum(group.question, response.label, response.temperature or 1.0, response.seed or 0)
+        if is_judged_right == response.correct:
             yield judgement_row(group, response, settings)
 
 
 def outcome_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield a row for every response, right or wrong; for a question without options, one that judges the answer."""
+    """Yield a row for every response, right or wrong; for a question without options, the row judges the answer."""
     for response in group.responses:
         if group.question.has_labels:
             yield _make_sft_row(group, response, settings)
@@ -115,12 +115,12 @@ def judgement_row(group: AnsweredQuestion, response: Response, settings: AskSett
 
 
 def stream_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield one row with the first response, right or wrong, and the votes of all.
+    """Yield one row with the first response, right or wrong, and the votes of all responses.
 
-    The votes are the share of each label among the responses that have one; None if none has.
+    The votes are the share of each label among the responses with a label; None if there are no such responses.
     """
     if not group.question.has_labels:
-        raise ValueError(f"question {group.question.id}: votes are of labels, and the question has no options")
+        raise ValueError(f"question {group.question.id}: votes count labels, but the question has no options")
     row = _make_sft_row(group, group.responses[0], settings)
     yield row.model_copy(update={"votes": _count_votes(group)})
 
@@ -140,9 +140,10 @@ class ResponsePair(NamedTuple):
 
 
 def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[PreferenceRow]:
-    """Yield `pairs_per_question` pairs of a correct and a labelled wrong response, unless the question is dropped.
+    """Yield up to `pairs_per_question` pairs of a correct and a labelled wrong response.
 
-    Pairs are drawn without replacement, in the order of a hash: the same on every machine and Python.
+    There are none if the question is dropped (`explain_no_pair`). Pairs are drawn without replacement in the order of a
+    hash, so they are the same on every machine.
     """
     if explain_no_pair(group, settings) is not None:
         return
@@ -167,12 +168,12 @@ def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[
 
 
 def response_records(group: AnsweredQuestion, settings: AskSettings) -> Iterator[Response]:
-    """Yield the responses themselves."""
+    """Yield the responses unchanged."""
     return iter(group.responses)
 
 
 Kind = Literal["sft", "preferences", "outcome", "stream"]
-# Name of a file -> what a question contributes to it.
+# Name of a file -> the function that yields the records of one question for it.
 ROWS: dict[str, Callable[[AnsweredQuestion, AskSettings], Iterator[Record]]] = {
     "responses": response_records,
     "sft": sft_rows,
@@ -183,7 +184,7 @@ ROWS: dict[str, Callable[[AnsweredQuestion, AskSettings], Iterator[Record]]] = {
 
 
 def explain_no_pair(group: AnsweredQuestion, settings: AskSettings) -> str | None:
-    """Return why a question gives no pair; None if it gives one."""
+    """Return why a question gives no pairs; None if it gives some."""
     if not group.right:
         return "no correct"
     if len(group.right) < settings.min_correct:
@@ -200,7 +201,7 @@ def _make_sft_row(group: AnsweredQuestion, response: Response, settings: AskSett
 
 
 def _render_turn(response: Response, settings: AskSettings) -> tuple[Message, ...]:
-    """Render the response in its one form, with a thinking block exactly where the prompt asks for one."""
+    """Render the response in the canonical form, with a think block if the settings, and so the prompt, ask for one."""
     reasoning = None
     if settings.reasoning:
         reasoning = response.reasoning or ""
@@ -211,7 +212,7 @@ def _render_turn(response: Response, settings: AskSettings) -> tuple[Message, ..
 
 
 class Yield(Record):
-    """What the responses gave.
+    """A summary of responses and of the rows made from them.
 
     Attributes:
         questions: Number of questions that were to be asked.
@@ -221,14 +222,14 @@ class Yield(Record):
         unparsed: Number of responses without a label.
         kept: Number of questions that give pairs.
         dropped: Number of questions that give none, by reason.
-        rates: Number of questions by correctness rate, rounded to one digit.
-        prompt_tokens: Tokens of all prompts; None if not reported.
-        tokens: Tokens of all responses; None if not reported.
+        rates: Number of questions by correctness rate, rounded to one decimal.
+        prompt_tokens: Number of tokens in all prompts; None if not reported.
+        tokens: Number of tokens in all responses; None if not reported.
         rows: Number of rows by kind.
-        examples: A few responses, of different verdicts where there are any.
+        examples: A few responses, with different verdicts if possible.
         refused: Number of refused requests.
         reasons: Why requests were refused, with counts.
-        other_models: Number of replies by model, where a server names another model than was asked for.
+        other_models: Number of replies by model, for replies from a different model than requested.
     """
 
     questions: int
@@ -248,7 +249,7 @@ class Yield(Record):
     other_models: dict[str, int] = Field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Describe it in a few lines."""
+        """Describe the summary in a few lines."""
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
         rates = ", ".join(f"{rate}: {count}" for rate, count in self.rates.items())
         rows = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items())
@@ -266,7 +267,7 @@ class Yield(Record):
             )
         if self.other_models:
             names = ", ".join(f"{count:,} from {name}" for name, count in self.other_models.items())
-            lines.append(f"under another model name than asked: {names}")
+            lines.append(f"replies under a different model name than requested: {names}")
         for response in self.examples:
             text = " ".join(response.text.split())[:200]
             lines.append(f"question {response.question} sample {response.sample}, {_judge(response)}: {text}")
@@ -284,7 +285,7 @@ def _judge(response: Response) -> str:
 
 
 class _YieldCounter:
-    """Counts of all answered questions so far, one `add` per question."""
+    """Counts of the answered questions so far; `add` is called once per question."""
 
     def __init__(self, settings: AskSettings) -> None:
         self.settings = settings
@@ -323,7 +324,7 @@ class _YieldCounter:
             self.prompt_tokens += response.prompt_tokens or 0
 
     def choose_examples(self) -> tuple[Response, ...]:
-        """Return one response of each verdict, filled up with the first responses."""
+        """Return one response of each verdict, then the first of the other responses, up to `EXAMPLES`."""
         examples = list(self.first_of_verdict.values())
         for response in self.first_responses:
             if response not in self.first_of_verdict.values():
@@ -337,7 +338,7 @@ def count_yield(
     settings: AskSettings,
     refused: Sequence[Refusal] = (),
 ) -> Yield:
-    """Count what the responses gave.
+    """Count responses, verdicts and questions that give pairs.
 
     Args:
         questions: All questions that were to be asked.
@@ -346,7 +347,7 @@ def count_yield(
         refused: The refused requests.
 
     Returns:
-        The summary. Its `rows` are empty: whoever writes the rows counts them.
+        The summary. Its `rows` are empty, since the function that writes the rows counts them.
     """
     counter = _YieldCounter(settings)
     for group in groups:

@@ -1,8 +1,8 @@
-"""Ask the teacher for every response and keep each as it arrives; then read the responses and write the rows.
+"""Ask the teacher for every response and store each as it arrives; then parse the responses and write the rows.
 
-Asking costs money and time, reading costs nothing. So generations are stored unread, in `generations.jsonl`, and
-another parser or another choice of pairs reads that file again. During a run they are in a `Journal`: a run that was
-killed asks only for what is missing.
+Asking costs money and time, parsing costs nothing. So generations are stored unparsed, in `generations.jsonl`. If the
+parser or the choice of pairs changes, this file is only read again. During a run, generations are in a `Journal`, so
+that a run that was killed asks only for what is missing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from catto.teacher.sources import StoredResponses, open_source
 GENERATIONS = "generations.jsonl"
 REFUSED = "refused.jsonl"
 LOCK = ".lock"
-OTHER_RECIPE = "belongs to other settings or questions: give those, or use a new folder"
-# English text has about four characters per token in the usual vocabularies; good to some 20 %.
+OTHER_RECIPE = "belongs to other settings or questions: use those, or a new folder"
+# English text has about four characters per token in the usual vocabularies; accurate to about 20 %.
 CHARACTERS_PER_TOKEN = 4
 
 # Source -> why asking it costs nothing.
@@ -46,6 +46,7 @@ FREE = {
     "responses": "the responses are read from a file",
 }
 
+# Called with the number of responses so far and the total.
 Progress = Callable[[int, int], None]
 
 
@@ -61,24 +62,25 @@ def ask(
     *,
     may_be_empty: bool = False,
 ) -> None:
-    """Collect n responses to every question, unread, in `out`/generations.jsonl with its manifest.
+    """Collect `settings.n` responses to every question, unparsed, in `out`/generations.jsonl with a manifest.
 
-    A run that was killed resumes from generations.part.jsonl and asks only for what is missing; a finished one asks
-    nothing. Requests that the server refuses for good go into refused.jsonl with the reason and are left out, until
-    `forget_refusals`. Too many of them (`settings.max_refused`) raise ServerError.
+    A run that was killed resumes from generations.part.jsonl and asks only for what is missing; a finished run asks
+    nothing. Requests that the server refuses permanently are written to refused.jsonl with the reason, and are not sent
+    again until `forget_refusals` is called.
 
     Args:
-        questions: The questions, of whatever split.
-        source: Who is asked; None for the source that the settings name, opened only if something is to be asked.
-        settings: Settings of the teacher, or how a trained model is sampled, which is then the `source`.
+        questions: The questions, from any split.
+        source: The engine to ask. None means the source that the settings name, which is opened only if a response is
+            missing.
+        settings: Settings of the teacher, or how a trained model is sampled; the model is then the `source`.
         out: The folder to write to.
         progress: Called with the number of responses so far and the total.
         may_be_empty: Whether stored responses may answer none of the questions.
 
     Raises:
-        ValueError: There is no question, two have the same id, or no source is named or given.
-        ServerError: Too many requests are refused.
-        DataError: `out` holds the responses of other settings or questions.
+        ValueError: There are no questions, two have the same id, or there is no source.
+        ServerError: Too many requests are refused (`settings.max_refused`).
+        DataError: `out` contains responses for other settings or questions.
 
     >>> import tempfile
     >>> from catto.tasks import load_questions
@@ -97,11 +99,11 @@ def ask(
             with journal:
                 _ask_missing(journal, source, Requests(asked, settings), progress)
                 _publish_generations(journal, source, settings)
-        journal.remove()  # of a run that was killed after it had published
+        journal.remove()  # a run that was killed while publishing leaves its journal
 
 
 def _ask_missing(journal: Journal[Generation], source: Engine, requests: Requests, progress: Progress | None) -> None:
-    """Ask what the journal does not hold yet; stop where too much is refused."""
+    """Send the requests that are not in the journal yet; ServerError if too many are refused."""
     answered = journal.places.keys() - journal.refused.keys()
     cap = RefusalCap(requests.settings.max_refused, answered, journal.refused)
     for outcome in source.generate(requests, set(journal.places)):
@@ -112,9 +114,10 @@ def _ask_missing(journal: Journal[Generation], source: Engine, requests: Request
 
 
 def _publish_generations(journal: Journal[Generation], source: Engine, settings: AskSettings) -> None:
+    """Write the generations, the refusals and the manifest; RuntimeError if the source left requests unanswered."""
     answered = len(journal.places) - len(journal.refused)
     RefusalCap.check_some(answered, journal.refused.values())
-    # Stored responses come without the temperature and seed that are drawn for a request, and may be fewer.
+    # Stored responses were not sampled with the temperature and seed drawn for a request, and some may be missing.
     is_drawn = not isinstance(source, StoredResponses)
     missing = len(journal.keys) - len(journal.places)
     if is_drawn and missing:
@@ -131,7 +134,7 @@ def _publish_generations(journal: Journal[Generation], source: Engine, settings:
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests of a run, question by question, made whenever they are read: a million of them take no memory."""
+    """The requests of a run, question by question. They are made during iteration, so a million need no memory."""
 
     questions: Sequence[Question]
     settings: AskSettings
@@ -164,10 +167,11 @@ def draw_sampling(settings: AskSettings, question: str, sample: int) -> DrawnSam
     Both come from a hash, so they do not depend on the order of the requests.
     """
     digest = content_hash([settings.seed, question, sample], 64)
+    temperature_digits = digest[:13]  # hexadecimal
+    seed_digits = digest[13:21]
     low, high = settings.temperature
-    # The first 13 hexadecimal digits are a fraction in [0, 1).
-    temperature = low + (high - low) * int(digest[:13], 16) / 16**13
-    seed = int(digest[13:21], 16) >> 1
+    temperature = low + (high - low) * int(temperature_digits, 16) / 16**13  # the last factor is in [0, 1)
+    seed = int(seed_digits, 16) >> 1  # 32 bits to 31
     return DrawnSampling(round(temperature, 4), seed)
 
 
@@ -190,9 +194,9 @@ def write_rows(
     out: Path,
     kinds: Iterable[Kind] = ("sft", "preferences", "outcome"),
 ) -> Yield:
-    """Read the file that `ask` wrote; write responses.jsonl and a file of rows for each kind, such as sft.jsonl.
+    """Parse the generations that `ask` wrote; write responses.jsonl and a file of rows of each kind, such as sft.jsonl.
 
-    All files are written in one pass over the generations, each with its manifest.
+    All files are written in one pass over the generations, each with a manifest.
 
     Args:
         questions: The questions that were asked.
@@ -202,10 +206,10 @@ def write_rows(
         kinds: The kinds of rows.
 
     Returns:
-        A summary of what the responses gave.
+        A summary of the responses and the rows.
 
     Raises:
-        ValueError: There is no question, two have the same id, or a response is to none of them.
+        ValueError: There are no questions, two have the same id, or a response answers none of them.
         DataError: The file or its manifest cannot be read.
     """
     asked = check_questions(questions)
@@ -221,8 +225,9 @@ def write_rows(
             for name, path in paths.items():
                 outputs[name] = stack.enter_context(atomic.replace_file(path))
             writer = _RowWriter(settings, paths, outputs)
-            # Counting drives the writer: it pulls one group after the other through it.
-            summary = count_yield(asked, writer.write_groups(groups), settings, refusals(generations.parent))
+            # The writer is a generator: each group that `count_yield` counts has just been written.
+            written_groups = writer.write_groups(groups)
+            summary = count_yield(asked, written_groups, settings, refusals(generations.parent))
         _write_manifests(generations_manifest, summary, writer, questions=len(asked))
     rows = {kind: writer.written[kind] for kind in row_kinds}
     return summary.model_copy(update={"rows": rows})
@@ -230,9 +235,10 @@ def write_rows(
 
 @dataclass
 class _RowWriter:
-    """Writes what each question contributes into the open files, and counts it.
+    """Writes the records of each question to the open files, and counts them.
 
     Attributes:
+        settings: How the responses were sampled, and how rows are chosen from them.
         paths: Name of a file -> its path.
         outputs: Name of a file -> the open file.
         written: Name of a file -> number of records in it.
@@ -259,9 +265,10 @@ class _RowWriter:
 
 
 def _write_manifests(generations_manifest: Manifest, summary: Yield, writer: _RowWriter, *, questions: int) -> None:
-    """Write the manifest of every file that the writer wrote.
+    """Write a manifest for every file that the writer wrote.
 
-    Responses depend on the generations and the parser; rows also on the settings that choose them.
+    Its hash covers what the file depends on: for responses the generations and the parser, for rows also the settings
+    that choose them.
     """
     settings = writer.settings
     parser_version = forms.VERSION
@@ -304,13 +311,13 @@ def _make_manifest(
 def answered_questions(
     questions: Iterable[Question], generations: Iterable[Generation], settings: AskSettings, *, drawn: bool
 ) -> Iterator[AnsweredQuestion]:
-    """Parse generations, sorted by question, and join them to their questions.
+    """Parse the generations and join them to their questions.
 
     Args:
         questions: The questions that were asked.
-        generations: The generations, those of one question next to each other.
+        generations: The generations; those of one question must be next to each other.
         settings: Settings of the teacher.
-        drawn: Whether each generation was sampled with the temperature and seed drawn for it.
+        drawn: Whether each generation was sampled with the temperature and seed that were drawn for its request.
     """
     question_of_id = {question.id: question for question in questions}
     for question_id, group in groupby(generations, key=lambda generation: generation.question):
@@ -328,12 +335,12 @@ def answered_questions(
 
 
 def _parse_generation(generation: Generation, question: Question, sampling: DrawnSampling | None) -> Response:
-    """Read the answer of a generation. Reasoning in the text takes precedence over what the server returned apart."""
+    """Read the answer of a generation. Reasoning in the text takes precedence over reasoning returned separately."""
     is_cut = generation.finish_reason == "length"
     answer = parse_answer(generation.text, question, cut=is_cut)
     label = answer.label
     correct = label == question.gold
-    if question.grade is not None:
+    if question.grade is not None:  # a question without options
         label = find_answer_text(generation.text, cut=is_cut)
         correct = label is not None and is_right_answer(label, question)
     columns = generation.model_dump(exclude={"reasoning", "tops"})
@@ -351,16 +358,16 @@ def _parse_generation(generation: Generation, question: Question, sampling: Draw
 
 
 class Estimate(Record):
-    """What is still to be asked.
+    """How many requests are still to be sent, and their size.
 
     Attributes:
         questions: Number of questions.
         requests: Number of requests that are still to be sent.
         stored: Number of stored responses.
         refused: Number of refused requests, which are not sent again.
-        prompt_tokens: Estimated tokens of the prompts (see `lines`).
+        prompt_tokens: Estimated number of tokens in the prompts (see `lines`).
         most_tokens: Maximum number of generated tokens.
-        free: Why nothing is to be paid; None if a model is asked.
+        free: Why asking costs nothing; None if a model is asked.
     """
 
     questions: int
@@ -372,7 +379,7 @@ class Estimate(Record):
     free: str | None = None
 
     def lines(self) -> list[str]:
-        """Describe it, and how it was estimated."""
+        """Describe the estimate in a few lines, with the way it was computed."""
         stored = f"{self.stored:,} responses are stored"
         if self.refused:
             stored += f", {self.refused:,} requests were refused"
@@ -394,29 +401,21 @@ def dry_run(
     """Count what `ask` would still ask, without asking or writing.
 
     Args:
-        questions: The questions, of whatever split.
-        source: Who would be asked; None for the source that the settings name.
+        questions: The questions, from any split.
+        source: The engine that would be asked; None means the source that the settings name.
         settings: Settings of the teacher.
         out: The folder that `ask` would write to; None for a new one.
-        retry_refused: Whether refused requests are asked again.
+        retry_refused: Whether refused requests are sent again.
     """
     asked = check_questions(questions)
     journal = _make_journal(asked, source, settings, out or Path())
-    stored: set[Key] = set()
-    refused: set[Key] = set()
+    stored = StoredKeys(answered=set(), refused=set())
     if out is not None:
-        if journal.finished():
-            refused = {refusal.key for refusal in refusals(out)}
-            stored = journal.keys.keys() - refused
-        else:
-            journal.read()
-            refused = set(journal.refused)
-            stored = journal.places.keys() - refused
-    if retry_refused:
-        refused = set()
+        stored = _read_stored_keys(journal, out)
+    refused = set() if retry_refused else stored.refused
     requests_left = Counter[str]()  # by question
     for key in journal.keys:
-        if key not in stored and key not in refused:
+        if key not in stored.answered and key not in refused:
             question_id, _ = key
             requests_left[question_id] += 1
     characters = 0
@@ -426,12 +425,29 @@ def dry_run(
     return Estimate(
         questions=len(asked),
         requests=requests_left.total(),
-        stored=len(stored),
+        stored=len(stored.answered),
         refused=len(refused),
         prompt_tokens=round(characters / CHARACTERS_PER_TOKEN),
         most_tokens=requests_left.total() * settings.max_tokens,
         free=FREE.get(settings.source or ""),
     )
+
+
+class StoredKeys(NamedTuple):
+    """The requests in a folder of responses: those with a response and those that were refused."""
+
+    answered: set[Key]
+    refused: set[Key]
+
+
+def _read_stored_keys(journal: Journal[Generation], folder: Path) -> StoredKeys:
+    """Read which requests a folder has an outcome for, whether its run is finished or not."""
+    if journal.finished():
+        refused = {refusal.key for refusal in refusals(folder)}
+        return StoredKeys(answered=journal.keys.keys() - refused, refused=refused)
+    journal.read()
+    refused = set(journal.refused)
+    return StoredKeys(answered=journal.places.keys() - refused, refused=refused)
 
 
 # ---- the files of a run ---------------------------------------------------------------------------------------------
@@ -440,7 +456,7 @@ def dry_run(
 def _make_journal(
     questions: Sequence[Question], source: Engine | None, settings: AskSettings, out: Path
 ) -> Journal[Generation]:
-    """Make the journal of the generations, named by what determines them: the prompts, the model, how it is sampled."""
+    """Make the journal of the generations; its recipe hash covers the prompts, the model and how it is sampled."""
     prompts_hash = _hash_prompts(questions, reasoning=settings.reasoning)
     if settings.model:
         model: str | None = settings.model
@@ -448,7 +464,8 @@ def _make_journal(
         model = source.model
     else:
         model = settings.source
-    # Stored responses with labels of their own are checked by the parser as they are read, at no cost.
+    # Responses from an existing dataset are parsed before they are stored, so they also depend on the parser. Reading
+    # them again costs nothing.
     is_parsed_when_read = settings.source == "responses"
     parser_version = forms.VERSION if is_parsed_when_read else None
     recipe = content_hash([settings.response_settings(), model, prompts_hash, parser_version])
@@ -456,10 +473,10 @@ def _make_journal(
 
 
 def _hash_prompts(questions: Iterable[Question], *, reasoning: bool) -> str:
-    """Hash the questions and the messages that ask them, whatever their split.
+    """Hash the questions and the messages that ask them, regardless of their split.
 
-    Every question is hashed as one of the split "train": no response depends on the split, and the journals and
-    manifests of earlier runs hold this hash.
+    Every question is hashed with the split "train": no response depends on the split, and the journals and manifests of
+    earlier runs contain this hash.
     """
     as_training = (question.model_copy(update={"split": "train"}) for question in questions)
     return asked_hash((question, render_messages(question, reasoning=reasoning)) for question in as_training)
@@ -478,7 +495,7 @@ def _journal_in(folder: Path, recipe: str | None, keys: Iterable[Key] = ()) -> J
 
 
 def refusals(folder: Path) -> list[Refusal]:
-    """Return the requests that a folder of responses, finished or not, holds as refused."""
+    """Return the refused requests in a folder of responses, whether its run is finished or not."""
     is_finished = manifest_path(folder / GENERATIONS).exists()
     if is_finished:
         return read_refusals(folder / REFUSED)
@@ -486,9 +503,9 @@ def refusals(folder: Path) -> list[Refusal]:
 
 
 def forget_refusals(folder: Path) -> None:
-    """Forget what was refused in a folder of responses: the next run asks those requests again.
+    """Forget the refused requests in a folder of responses, so that the next run sends them again.
 
-    A kill leaves the folder as it was, or a journal to resume from.
+    A kill leaves the folder unchanged or with a journal to resume from.
     """
     if refusals(folder):
         _journal_in(folder, None).reopen(refusals=False)

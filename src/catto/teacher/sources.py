@@ -24,7 +24,7 @@ from catto.teacher.sampling import AskSettings
 
 
 def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_empty: bool = False) -> Engine:
-    """Open the source that the settings name. A source is an engine of which only `generate` is used.
+    """Open the source that the settings name. A source is an engine, but only its `generate` is used.
 
     Args:
         settings: Settings of the teacher.
@@ -32,11 +32,11 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
         may_be_empty: Whether stored responses may answer none of the questions.
 
     Raises:
-        ValueError: The settings name no source, or a local model without its name.
+        ValueError: The settings name no source, or source `transformers` without a model.
         DataError: Stored responses cannot be read, or answer none of the questions.
     """
     if settings.source is None:
-        raise ValueError("source: the settings name none, and none was given")
+        raise ValueError("source: neither the settings nor the caller names one")
     match settings.source:
         case "server":
             from catto.engines.server import ServerEngine
@@ -68,10 +68,10 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
 class BuiltInTeacher(Engine):
     """A teacher that needs no model.
 
-    `witnesses` and `readings` are those of the embedded worlds, who draw from the true posterior at the request's
-    temperature. `labels`, for answer-first tasks, draws every label with equal probability: n draws per question give
-    right and wrong answers without a model, so rows and pairs cost nothing and the pairs carry no information beyond
-    the gold label.
+    The teachers `witnesses` and `readings` of the embedded worlds draw from the true posterior at the request's
+    temperature. The teacher `labels`, for answer-first tasks, draws every label with equal probability. Several draws
+    per question give right and wrong answers, so rows and pairs cost nothing. The pairs then carry no information
+    beyond the gold label.
     """
 
     def __init__(self, name: str, questions: Sequence[Question]) -> None:
@@ -95,7 +95,7 @@ class BuiltInTeacher(Engine):
         if self.name == "readings":
             reasoning, answer = respond_with_sum(question, request.temperature, request.seed)
             return render_completion(reasoning, answer)
-        # Sorted, since the order in which the options are listed must not change what is drawn.
+        # Sorted, since what is drawn must not depend on the order in which the options are listed.
         label = random.Random(request.seed).choice(sorted(question.labels))
         return render_completion(None, label)
 
@@ -103,14 +103,26 @@ class BuiltInTeacher(Engine):
 class StoredResponses(Engine):
     """An existing dataset of responses. Samples are numbered in the order of the rows, unless a column numbers them.
 
-    Rows of questions that are not asked, and rows beyond the n-th of a question, are left out and counted in `notes`.
-    A question is found by its id or by its text. By text, letters mean nothing unless the options have the same order,
-    so the whole user message has to match; where the labels are words, the question's own fields suffice.
+    A row is matched to its question by the question's id or text. If the labels are letters, the text must be the whole
+    user message, since letters mean nothing if the options are in a different order. If the labels are words, the
+    question's fields suffice. Rows for questions that are not asked are left out and counted in `notes`. Rows beyond
+    the n-th of a question are left out too.
     """
 
     def __init__(
         self, place: str, fields: ResponseFields, questions: Sequence[Question], *, may_be_empty: bool = False
     ) -> None:
+        """Read the responses to the questions.
+
+        Args:
+            place: A file, a folder or a hub id, as for `read_table`.
+            fields: The columns of the dataset.
+            questions: The questions that are asked.
+            may_be_empty: Whether the dataset may answer none of them.
+
+        Raises:
+            DataError: A row cannot be read, or no row answers one of the questions.
+        """
         self.name = f"responses {Path(place).name}"
         self.model = place
         self.fields = fields
@@ -121,19 +133,19 @@ class StoredResponses(Engine):
         self._stored: dict[Key, Generation] = {}
         rows_of_other_questions = self._read_responses(place)
         if not self._stored and not may_be_empty:
-            message = f"none of its {rows_of_other_questions} rows answers a question asked here"
+            message = f"none of its {rows_of_other_questions} rows answers a question that is asked"
             raise DataError(place, None, message)
         self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": rows_of_other_questions}
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
-        """Yield the stored responses that are asked for."""
+        """Yield the stored responses to the requests."""
         for request in requests:
             if request.key not in done and request.key in self._stored:
                 yield self._stored[request.key]
 
     def _read_responses(self, place: str) -> int:
-        """Store the responses to the questions; return the number of rows of other questions."""
-        samples: Counter[str] = Counter()  # rows so far, by question
+        """Store the responses to the questions; return the number of rows for other questions."""
+        samples: Counter[str] = Counter()  # number of rows so far, by question
         rows_of_other_questions = 0
         for source, number, row in read_table(place):
             with data_errors_at(source, number):
@@ -149,18 +161,19 @@ class StoredResponses(Engine):
         return rows_of_other_questions
 
     def _find_question(self, row: Mapping[str, Any]) -> Question | None:
-        name = _get_text(self.fields.question or self.fields.prompt or "", row)
         if self.fields.prompt:
-            name = _fold_text(name)
-        return self._questions.get(name)
+            text = _get_text(self.fields.prompt, row)
+            return self._questions.get(_fold_text(text))
+        question_id = _get_text(self.fields.question or "", row)
+        return self._questions.get(question_id)
 
     def _read_generation(self, row: Mapping[str, Any], question: Question, position: int) -> Generation:
-        """Read one response; one with a label of its own is rewritten in the form that all responses have.
+        """Read one response; if a column contains its label, its text is rendered anew with that label.
 
         Args:
             row: The row.
-            question: The question it answers.
-            position: Number of earlier rows of the question, which numbers the sample if no column does.
+            question: The question that it answers.
+            position: Number of earlier rows for the question; the number of the sample if no column numbers samples.
         """
         fields = self.fields
         sample = position if fields.sample is None else self._read_sample(fields.sample, row)
@@ -191,14 +204,14 @@ class StoredResponses(Engine):
 
 
 def _get_text(name: str, row: Mapping[str, Any]) -> str:
-    """Return the field as text. An id that became a float in a table, 7.0 for 7, would answer no question."""
+    """Return the field as text; ValueError for a float: an id that became 7.0 in a table would match no question."""
     if isinstance(row.get(name), float):
         raise ValueError(f"{name}: expected a text or a whole number, got {row[name]}")
     return text_of(name, row)
 
 
 class ResponseTableRow(NamedTuple):
-    """A row of a table: the file or dataset it is from, its number from 1, and its fields."""
+    """A row of a table: the file or dataset that it is from, its number from 1, and its fields."""
 
     source: str | Path
     number: int
@@ -206,11 +219,11 @@ class ResponseTableRow(NamedTuple):
 
 
 def read_table(place: str) -> Iterator[ResponseTableRow]:
-    """Yield the rows of a file, of a folder's files by name, or of a hub dataset's train split."""
+    """Yield the rows of a file, of the files in a folder (sorted by name), or of a hub dataset's train split."""
     path = Path(place)
     is_local = path.exists() or find_suffix(path)
     if not is_local and "/" in place and is_hub_id(place):
-        rows = read_hub(place, "neither a file nor a hub dataset within reach: {}", place, "train")
+        rows = read_hub(place, "neither a file nor a reachable hub dataset: {}", place, "train")
         for number, row in enumerate(rows, 1):
             yield ResponseTableRow(place, number, row)
         return
@@ -225,7 +238,7 @@ def read_table(place: str) -> Iterator[ResponseTableRow]:
 
 
 def _index_by_text(questions: Sequence[Question]) -> dict[str, Question]:
-    """Map the folded texts of each question to it; a text that two questions share finds neither."""
+    """Return the questions by their folded texts, without texts that two questions share."""
     ids_of_text: dict[str, set[str]] = defaultdict(set)
     for question in questions:
         user_message = render_messages(question)[-1].content
