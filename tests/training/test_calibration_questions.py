@@ -214,7 +214,7 @@ def test_the_configuration_is_stored_and_parsed(tmp_path: Path) -> None:
 
 def test_questions_that_nothing_reads_or_that_are_missing_are_refused(tmp_path: Path) -> None:
     asked = questions(3, seed=1)
-    with pytest.raises(ValueError, match="but calibration is 'catto': it acts with outcome only"):
+    with pytest.raises(ValueError, match="but calibration is 'catto': this option is used only with outcome"):
         CATTOConfig(str(tmp_path), calibration_questions=asked, bf16=False)
     with pytest.raises(catto.DataError, match=r"none\.jsonl"):
         trainer(tmp_path, calibration="outcome", calibration_questions=str(tmp_path / "none.jsonl"))

@@ -216,7 +216,7 @@ def test_a_given_collator_drops_the_rows_whose_label_it_would_cut(objective: str
     assert trainer.train_dataset["question"] == ["q4", "q5", "q6", "q7"]
     trainer.train()
     trainer.data_collator = DataCollatorForPreference(pad_token_id=0, max_length=25)
-    with pytest.raises(ValueError, match=r"row \d: the data collator's max_length cuts the label off"):
+    with pytest.raises(ValueError, match=r"row \d: the data collator's max_length cuts off the label"):
         trainer.train()
 
 
@@ -239,7 +239,7 @@ def test_a_configuration_of_a_users_own_class_is_not_turned_into_ours(tmp_path: 
     class Ours(CATTOConfig):
         mine: int = 3
 
-    with pytest.raises(TypeError, match="args is a Mine, whose class would be lost: inherit from CATTOConfig"):
+    with pytest.raises(TypeError, match="args is a Mine, expected a DPOConfig or a subclass of CATTOConfig"):
         made(CATTOTrainer, Mine)
     assert made(CATTOTrainer, Ours).args.mine == 3
 
@@ -411,7 +411,7 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("calibration", "knob"), CONTRADICTIONS, ids=str)
 def test_a_knob_that_the_term_does_not_read_is_refused(calibration: str, knob: dict[str, Any]) -> None:
     ((name, value),) = knob.items()
-    told = f"^{name} is {value!r} but calibration is '{calibration}': it acts with "
+    told = f"^{name} is {value!r} but calibration is '{calibration}': this option is used only with "
     with pytest.raises(ValueError, match=told) as error:
         CATTOConfig(output_dir="x", bf16=False, calibration=calibration, **knob)
     assert "\n" not in str(error.value)

@@ -162,7 +162,7 @@ def test_attention_without_a_mask_of_ours_is_an_obstacle() -> None:
     model = tiny_model()
     assert sharing_obstacle(model) is None
     model.config._attn_implementation = "flash_attention_2"
-    assert "'flash_attention_2' takes no block mask" in str(sharing_obstacle(model))
+    assert "'flash_attention_2' does not accept a block mask" in str(sharing_obstacle(model))
 
 
 def test_layers_with_a_window_are_an_obstacle_and_the_reason_names_them() -> None:

@@ -163,8 +163,8 @@ def test_rcft_leaves_out_answers_without_a_confidence_and_counts_them(
             rcft_weight=1.0,
         ).train()
     assert bins.accuracy == [None, 1.0, None, None, None, None, None, None, None, 0.5]
-    assert "1 of 4 answers have no probability of every label" in caplog.text
-    with pytest.raises(ValueError, match="no held-out answer has it"):
+    assert "1 of 4 answers lack the probability of a label" in caplog.text
+    with pytest.raises(ValueError, match="no held-out answer has them"):
         RcftBins(lambda model: ([None], [True])).on_epoch_begin(None, TrainerState(), None)
 
 

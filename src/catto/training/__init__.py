@@ -1,1 +1,1 @@
-"""The trainers that carry the objectives: preference training on TRL, supervised training on Transformers."""
+"""Trainers for the objectives: preference training builds on TRL, supervised training on Transformers."""

@@ -1,10 +1,14 @@
-"""Rows of token ids -> one batch for one forward: padded side by side, packed, or with each prompt computed once.
+"""Lay out rows of token ids in one batch for one forward pass: padded, packed, or with shared prompts.
 
-With sharing, the responses to one prompt follow it in a single sequence, [prompt | y1 | y2 | ...]: every response sees
-the prompt and itself, and its positions continue from the prompt's end. The last prompt position then predicts the
-first token of several responses, so targets are not aligned with positions: each names the position that predicts it.
-Packed, the sequences follow each other in one line and see nothing of each other, so no token is padding. Shared and
-packed, the line opens with what all prompts begin with, most often the system message: it is computed once too.
+Shared: a prompt is computed once for all its responses, in a single sequence [prompt | y1 | y2 | ...]. Each response
+attends to the prompt and to itself, and its position ids continue from the prompt's end. The last prompt position
+predicts the first token of several responses. Targets are therefore not aligned with positions, and each target names
+the position that predicts it.
+
+Packed: all sequences are concatenated in one line without padding and do not attend to each other.
+
+Shared and packed: the line starts with the tokens that all prompts begin with, most often the system message. They are
+computed only once.
 """
 
 from __future__ import annotations
@@ -33,41 +37,41 @@ class Row(NamedTuple):
 
 
 class Query(NamedTuple):
-    """Ask for the probabilities of the candidate tokens where completion token `token` of row `row` is predicted."""
+    """A request for the probabilities of candidate tokens at the position that predicts one token of a completion."""
 
     row: int
-    token: int
+    token: int  # index in the row's completion
     candidates: Sequence[int]
-    gold: int = 0  # which candidate is right
+    gold: int = 0  # index of the right candidate
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of one forward, and where its outputs belong: N scored tokens, M queries, G lines of S tokens."""
+    """The inputs of one forward pass and the origin of its outputs: G lines of S tokens, N scored tokens, M queries."""
 
-    rows: Sequence[Row]  # what was laid out; stays on the host
-    tokens: Sequence[NDArray[np.int64]]  # scored tokens of each scored row; stays on the host
+    rows: Sequence[Row]  # the rows in this batch; stay on the host
+    tokens: Sequence[NDArray[np.int64]]  # indices of the scored tokens of each scored row; stay on the host
     shared: bool
     packed: bool
-    lengths: list[int]  # scored tokens of each scored row
+    lengths: list[int]  # number of scored tokens of each scored row
     input_ids: Tensor  # (G, S)
-    segments: Tensor  # (G, S): 0 the prompt, k > 0 its k-th response, -1 padding
-    sequences: Tensor  # (G, S): 0 the beginning that all prompts share, k > 0 the k-th sequence, -1 padding
+    segments: Tensor  # (G, S): 0 for the prompt, k > 0 for its k-th response, -1 for padding
+    sequences: Tensor  # (G, S): 0 for the common beginning of all prompts, k > 0 for the k-th sequence, -1 for padding
     position_ids: Tensor  # (G, S)
-    counts: Tensor  # (G, S): in how many of the balanced rows each token is
+    counts: Tensor  # (G, S): how many of the balanced rows contain each token
     source: Tensor  # (N, 2): (line, column) that predicts each scored token
-    place: Tensor  # (N, 2): (row, index of the token in prompt + completion, minus one): TRL's shifted layout
+    place: Tensor  # (N, 2): (row, index in prompt + completion, minus one) of each scored token: TRL's shifted layout
     targets: Tensor  # (N,)
     query_source: Tensor  # (M, 2)
     query_labels: Tensor  # (M, K), padded with -100
     query_gold: Tensor  # (M,)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Move every tensor."""
+        """Move every tensor to a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """Pin every tensor, which lets the data loader copy it to a device without waiting."""
+        """Pin the memory of every tensor, so that the data loader can copy it to a device without waiting."""
         return self.map(Tensor.pin_memory)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -76,7 +80,7 @@ class Batch:
         return replace(self, **tensors)  # type: ignore[arg-type]
 
     def without_queries(self) -> Batch:
-        """Return the same batch, with no label probabilities to compute."""
+        """Return the same batch without queries, so that no label probabilities are computed."""
         return replace(
             self,
             query_source=self.query_source[:0],
@@ -103,20 +107,20 @@ def lay_out_rows(
 ) -> Batch:
     """Lay out rows in one batch.
 
-    If rows are both shared and packed, the beginning that all prompts share is computed once too. Each prompt keeps at
-    least one token of its own, which predicts its responses.
+    With both `shared` and `packed`, the common beginning of all prompts is also computed only once. Each prompt keeps
+    at least one token of its own, which predicts the first token of its responses.
 
     Args:
         rows: The rows.
-        queries: Positions whose label probabilities are wanted.
-        scored: The tokens of this many first rows are scored; the other rows only answer queries.
-        pad: Token id of padding.
-        shared: Whether to compute each prompt once.
-        packed: Whether all sequences are in one line, without padding.
-        balanced: How many of the first rows count in the load balancing of a mixture of experts; None counts all
-            scored rows.
-        tokens: For each of the first rows, which tokens to score, as indices in its completion; -1 is the prompt's
-            last token. Rows beyond them are scored at their whole completion.
+        queries: Requests for label probabilities.
+        scored: Number of rows, from the first, whose tokens are scored. The other rows only serve queries.
+        pad: Token id used for padding.
+        shared: Whether to compute each prompt only once.
+        packed: Whether to put all sequences in one line, without padding.
+        balanced: Number of rows, from the first, that count in the load-balancing loss of a mixture of experts. None
+            counts all scored rows.
+        tokens: Which tokens to score in each row, from the first, as indices in its completion; -1 is the last token
+            of the prompt. In rows without an entry here, the whole completion is scored.
 
     Returns:
         The batch.
@@ -127,7 +131,10 @@ def lay_out_rows(
     input_ids, segments, sequences, position_ids, counts = lines.make_grid(pad)
 
     scored_tokens = []
-    tables = [np.zeros((5, 0), np.int64)]  # of each scored token: its source (2), its place (2) and its id
+    # One array per row; the empty first ones allow for a batch without scored rows.
+    sources = [np.zeros((0, 2), np.int64)]
+    places = [np.zeros((0, 2), np.int64)]
+    targets = [np.zeros(0, np.int64)]
     for number, row in enumerate(rows[:scored]):
         prompt_length = len(row.prompt)
         token_indices = np.arange(len(row.completion))
@@ -135,13 +142,12 @@ def lay_out_rows(
             token_indices = np.asarray(tokens[number], np.int64)
         token_indices = token_indices[token_indices > -prompt_length]  # nothing predicts the first token of a row
         scored_tokens.append(token_indices)
-        line, column = lines.find_source(number, token_indices)
-        shifted_index = prompt_length + token_indices - 1
+        index_in_row = prompt_length + token_indices
         row_ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
-        targets = row_ids[prompt_length + token_indices]
-        table_rows = np.broadcast_arrays(line, column, number, shifted_index, targets)
-        tables.append(np.stack(table_rows))
-    all_scored = np.concatenate(tables, axis=1)
+        line, column = lines.find_source(number, token_indices)
+        sources.append(_pair_with(line, column))
+        places.append(_pair_with(number, index_in_row - 1))
+        targets.append(row_ids[index_in_row])
 
     query_sources = [lines.find_source(query.row, query.token) for query in queries]
     return Batch(
@@ -155,20 +161,37 @@ def lay_out_rows(
         sequences=torch.from_numpy(sequences),
         position_ids=torch.from_numpy(position_ids),
         counts=torch.from_numpy(counts),
-        source=torch.tensor(all_scored[:2].T),
-        place=torch.tensor(all_scored[2:4].T),
-        targets=torch.tensor(all_scored[4]),
+        source=torch.from_numpy(np.concatenate(sources)),
+        place=torch.from_numpy(np.concatenate(places)),
+        targets=torch.from_numpy(np.concatenate(targets)),
         query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
         query_labels=pad_ids([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
 
 
-class _LineBuilder:
-    """Puts rows into sequences and sequences into lines, and knows where each token of a row is.
+def _pair_with(number: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the pairs (number, value) as rows: (len(values), 2)."""
+    return np.stack([np.full_like(values, number), values], axis=1)
 
-    A table (5, T) holds what `Batch` has of each of T tokens: input id, segment, sequence, position and count. The
-    count says in how many of the first `balanced` rows the token is.
+
+# The rows of a token table: what `Batch` stores about each token.
+TABLE_ROWS = ("input_id", "segment", "sequence", "position", "count")
+COUNT_ROW = TABLE_ROWS.index("count")
+
+
+class _LineBuilder:
+    """Joins rows into sequences and sequences into lines, and locates each token of a row in them.
+
+    Sequences and lines are token tables of shape (5, T), see `TABLE_ROWS`. A token's count is the number of rows,
+    among the first `balanced`, that contain it.
+
+    Attributes:
+        common: Token ids that all prompts begin with; empty unless prompts are shared and packed.
+        own_prompts: Rest of each row's prompt.
+        row_starts: For each row, the number of its sequence and the column there at which its completion begins.
+        sequence_starts: For each sequence, the number of its line and the column there at which it begins.
+        lines: Token table of each line.
     """
 
     def __init__(self, rows: Sequence[Row], *, shared: bool, packed: bool, balanced: int) -> None:
@@ -178,32 +201,37 @@ class _LineBuilder:
             common_length = count_shared_beginning(prompt.tolist() for prompt in prompts)
         self.common = prompts[0][:common_length]
         self.own_prompts = [prompt[common_length:] for prompt in prompts]
-        self.row_starts: list[tuple[int, int]] = []  # of each row: its sequence and where its completion begins there
+        self.row_starts: list[tuple[int, int]] = []
         sequences = self._make_sequences(rows, shared=shared, balanced=balanced)
-        # Of each sequence: its line and where it begins there.
         self.sequence_starts = [(number, 0) for number in range(len(sequences))]
         self.lines = sequences
         if packed:
-            count = min(balanced, len(rows))
-            beginning = _make_table(self.common, segment=0, sequence=0, position=0, count=count)
-            parts = [beginning, *sequences]
-            ends = np.cumsum([part.shape[1] for part in parts]).tolist()
-            self.sequence_starts = [(0, end) for end in ends]
-            self.lines = [np.concatenate(parts, axis=1)]
+            self._pack(sequences, count=min(balanced, len(rows)))
+
+    def _pack(self, sequences: Sequence[NDArray[np.int64]], *, count: int) -> None:
+        """Concatenate the common beginning and all sequences into one line. `count` applies to the beginning."""
+        line_parts = [_make_table(self.common, segment=0, sequence=0, position=0, count=count)]
+        self.sequence_starts = []
+        column = len(self.common)
+        for sequence in sequences:
+            self.sequence_starts.append((0, column))
+            line_parts.append(sequence)
+            column += sequence.shape[1]
+        self.lines = [np.concatenate(line_parts, axis=1)]
 
     def _make_sequences(self, rows: Sequence[Row], *, shared: bool, balanced: int) -> list[NDArray[np.int64]]:
-        """Return the table of each sequence: its prompt and then its responses, several if prompts are shared.
+        """Return the table of each sequence: a prompt, then its response, or all its responses if prompts are shared.
 
         Fills `row_starts`.
         """
         sequence_by_key: dict[Any, int] = {}
-        sequences: list[list[NDArray[np.int64]]] = []  # the tables of each: its prompt, then its responses
+        sequences: list[list[NDArray[np.int64]]] = []  # for each sequence, the tables of its prompt and its responses
         position = len(self.common)
         for number, row in enumerate(rows):
             prompt = self.own_prompts[number]
             completion = np.asarray(row.completion, np.int64)
             key: Any = number
-            if shared:  # rows with the same prompt are one sequence
+            if shared:  # rows with the same prompt form one sequence
                 key = prompt.tobytes()
             sequence = sequence_by_key.setdefault(key, len(sequences))
             is_new = sequence == len(sequences)
@@ -211,8 +239,8 @@ class _LineBuilder:
                 sequences.append([_make_table(prompt, segment=0, sequence=sequence + 1, position=position, count=0)])
             tables = sequences[sequence]
             count = int(number < balanced)
-            prompt_counts = tables[0][4]
-            prompt_counts += count  # in place, once for each response
+            prompt_counts = tables[0][COUNT_ROW]
+            prompt_counts += count  # in place, once per response
             self.row_starts.append((sequence, sum(table.shape[1] for table in tables)))
             response = _make_table(
                 completion,
@@ -225,22 +253,25 @@ class _LineBuilder:
         return [np.concatenate(tables, axis=1) for tables in sequences]
 
     def make_grid(self, pad: int) -> NDArray[np.int64]:
-        """Return the lines, padded to the same length: (5, G, S)."""
+        """Return the tables of all lines, padded to the same length: (5, G, S), see `TABLE_ROWS`."""
         longest = max(line.shape[1] for line in self.lines)
-        grid = np.empty((5, len(self.lines), longest), np.int64)
-        padding = [pad, -1, -1, 0, 0]  # its input id, segment, sequence, position and count
-        grid[:] = np.reshape(padding, (5, 1, 1))
+        padding = np.array([pad, -1, -1, 0, 0])  # values of a padding token, in the order of TABLE_ROWS
+        grid = np.empty((len(TABLE_ROWS), len(self.lines), longest), np.int64)
+        grid[:] = padding[:, None, None]
         for number, line in enumerate(self.lines):
             grid[:, number, : line.shape[1]] = line
         return grid
 
     def find_source(self, row: int, token: Any) -> tuple[int, Any]:
-        """Return the line and the column that predict a token, given by its index in the completion.
+        """Return the line and the column that predict a token.
 
-        The prompt's end predicts the first token. A token of the prompt has a negative index; one of the common
-        beginning is predicted there, at the line's start.
+        The last token of the prompt predicts the first one of the completion. Tokens of the common beginning are
+        predicted there, at the start of the line.
 
-        token: An index, or an array of them, which gives an array of columns.
+        Args:
+            row: Number of the row.
+            token: Index of the token in the completion, negative for a token of the prompt. An array of indices gives
+                an array of columns.
         """
         sequence, response_start = self.row_starts[row]
         line, sequence_start = self.sequence_starts[sequence]
@@ -248,7 +279,8 @@ class _LineBuilder:
         in_response = sequence_start + response_start + token - 1
         in_prompt = sequence_start + prompt_length + token - 1
         in_common = len(self.common) + prompt_length + token - 1
-        before_response = np.where(prompt_length + token > 0, in_prompt, in_common)
+        predicted_in_own_prompt = prompt_length + token > 0
+        before_response = np.where(predicted_in_own_prompt, in_prompt, in_common)
         return line, np.where(token > 0, in_response, before_response)
 
 
@@ -258,7 +290,7 @@ def _make_table(ids: NDArray[np.int64], *, segment: int, sequence: int, position
 
 
 def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
-    """Pad lists of ids with -100 on the right: (len(rows), width), the width a multiple of `multiple`."""
+    """Pad lists of ids on the right with -100, to a width that is a multiple of `multiple`: (len(rows), width)."""
     longest = max((len(row) for row in rows), default=1)
     width = round_up(longest, multiple)
     table = []
@@ -272,11 +304,11 @@ def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
 
 
 def make_visibility(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
-    """Return a function that says whether a token may look at another.
+    """Return a function that tells whether one token may attend to another, in the form of FlexAttention's `mask_mod`.
 
-    Its arguments are the line, the head, the column of the token and the column of the other, tensors or numbers. A
-    token sees what comes before it in the common beginning, in its sequence's prompt and in its own response. Padding
-    sees itself, else its row of the softmax has nothing to sum.
+    Its arguments are the line, the attention head, the query's column and the key's column, as tensors or numbers. A
+    token attends to itself and to earlier tokens of the common beginning, of its sequence's prompt and of its own
+    response. Padding attends only to itself, since the softmax needs at least one key.
     """
     segments = batch.segments
     sequences = batch.sequences
@@ -294,49 +326,50 @@ def make_visibility(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
 
 
 def dense_mask(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask (G, 1, S, S), 0 where a token may look.
+    """Return the additive attention mask (G, 1, S, S), which is 0 if a token may attend to another.
 
-    It is never boolean: eager attention adds the mask, and a boolean one would be silently wrong there.
+    Eager attention adds the mask to its scores, so a boolean mask would give wrong results without an error.
     """
     device = batch.segments.device
     lines = torch.arange(batch.segments.shape[0], device=device)
     columns = torch.arange(batch.segments.shape[1], device=device)
     is_visible = make_visibility(batch)
-    seen = is_visible(lines[:, None, None], None, columns[:, None], columns)
-    mask = torch.zeros_like(seen, dtype=dtype)
-    mask.masked_fill_(~seen, torch.finfo(dtype).min)
+    visible = is_visible(lines[:, None, None], None, columns[:, None], columns)
+    mask = torch.zeros_like(visible, dtype=dtype)
+    mask.masked_fill_(~visible, torch.finfo(dtype).min)
     return mask.unsqueeze(1)
 
 
 def block_mask(batch: Batch) -> Any:
-    """Return the same mask for FlexAttention, which skips the blocks in which no token may look at another."""
+    """Return the same mask for FlexAttention, which skips blocks in which no token may attend to another."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     lines, size = batch.segments.shape
     device = batch.segments.device
     make_mask: Any = create_block_mask
     if device.type == "cuda":
-        # Compiled, it never holds the mask of every pair of tokens; lengths that change compile it twice, no more.
+        # Compiled, it never stores a mask of all pairs of tokens. Changing lengths cost only one more compilation.
         make_mask = torch.compile(create_block_mask)
     return make_mask(make_visibility(batch), lines, None, size, size, device=device)
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
-KEY = "catto"  # our entry in a batch; TRL would pass unknown entries to the model, so it is taken out before
-# Columns beyond TRL's that reach the collator, where a dataset has them.
+KEY = "catto"  # our entry in a batch; removed before TRL sees the batch, since TRL passes unknown entries to the model
+# Columns in addition to TRL's that reach the collator, if the dataset has them.
 LABEL_COLUMNS = ("chosen_label_at", "rejected_label_at", "chosen_candidates", "rejected_candidates", "gold_index")
-REASONING_COLUMNS = ("chosen_reasoning", "rejected_reasoning")  # how many tokens precede the label
+REASONING_COLUMNS = ("chosen_reasoning", "rejected_reasoning")  # number of tokens before the label
 COLUMNS = ("row", *LABEL_COLUMNS, "rate", *REASONING_COLUMNS)
 
 
 @dataclass
 class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
-    """TRL's collator, which also puts our tensors and the layout of the batch under `KEY`.
+    """TRL's collator, extended to store our tensors and the layout of the batch under `KEY`.
 
     Attributes:
-        layout: Whether prompts are shared and rows packed. None leaves the layout to the training step: if Accelerate
-            concatenates, broadcasts and slices batches along dimension 0, a batch may hold only tensors of 2 B rows.
+        layout: Options `shared` and `packed` of the layout. None leaves the layout to the training step. This is
+            needed if Accelerate concatenates, broadcasts and slices batches along dimension 0: then a batch may
+            contain only tensors of 2 B rows.
         reads_reasoning: Whether the preference loss reads only the tokens before the label.
     """
 
@@ -350,11 +383,11 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
             "row": torch.tensor([example.get("row", -1) for example in examples] * 2),
             "start": completion_starts(output),
         }
-        # All of them: a user may have a column of one of these names.
+        # A user's dataset may have one of these columns for its own purposes, so all of them are required.
         has_labels = examples[0].keys() >= {*LABEL_COLUMNS, "rate"}
         if has_labels:
             our_tensors["label_at"] = torch.tensor(_join_sides(examples, "label_at"))
-            # Padded to a multiple of 8, so that batches of different labels can be concatenated.
+            # Padded to a multiple of 8, so that batches with different numbers of labels can be concatenated.
             our_tensors["candidates"] = pad_ids(_join_sides(examples, "candidates"), multiple=8)
             our_tensors["gold_index"] = torch.tensor([example["gold_index"] for example in examples] * 2)
             our_tensors["correctness_rate"] = torch.tensor([example["rate"] for example in examples] * 2)
@@ -374,7 +407,7 @@ def _join_sides(examples: Sequence[Mapping[str, Any]], column: str) -> list[Any]
 
 
 def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the index of each row's first completion token; the row's length if it has none. (2 B,)"""
+    """Return the index of each row's first completion token, or the row's length if it has none: (2 B,)."""
     mask = inputs["completion_mask"]
     lengths = inputs["attention_mask"].sum(-1)
     has_completion = mask.any(-1)
@@ -385,13 +418,13 @@ def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
 def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
     """Lay out the 2 B rows of TRL's tensors, which its collator may have truncated.
 
-    The tokens that `completion_mask` selects are scored. Labels, if `our_tensors` has them, become queries.
+    The tokens that `completion_mask` selects are scored. If `our_tensors` contains labels, they become queries.
 
     Args:
         inputs: TRL's tensors: `input_ids`, `attention_mask` and `completion_mask`, (2 B, S).
-        our_tensors: What `PairCollator` adds for the same rows.
-        pad: Token id of padding.
-        **layout: `shared` and `packed` of `lay_out_rows`.
+        our_tensors: The tensors that `PairCollator` adds for the same rows.
+        pad: Token id used for padding.
+        **layout: Options `shared` and `packed` of `lay_out_rows`.
 
     Returns:
         The batch.
@@ -399,7 +432,8 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor
     Raises:
         ValueError: A row was truncated before its label.
     """
-    ids = inputs["input_ids"].cpu().numpy().copy()  # a worker moves the tensor to shared memory and frees the old one
+    # A data loader's worker moves the tensor to shared memory and frees the old storage, hence the copy.
+    ids = inputs["input_ids"].cpu().numpy().copy()
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
     lengths = inputs["attention_mask"].sum(-1).tolist()
     starts = our_tensors.get("start")
@@ -417,13 +451,13 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor
 
 
 def _make_label_queries(rows: Sequence[Row], our_tensors: Mapping[str, Tensor]) -> list[Query]:
-    """Ask for the label probabilities of every row; ValueError if a row was truncated before its label."""
+    """Return a query for the label of every row; raise ValueError if a row was truncated before its label."""
     queries = []
     for number, label_at in enumerate(our_tensors["label_at"].tolist()):
         is_cut_off = label_at >= len(rows[number].completion)
         if is_cut_off:
             row = int(our_tensors["row"][number])
-            raise ValueError(f"row {row}: the data collator's max_length cuts the label off, which this term reads")
+            raise ValueError(f"row {row}: the data collator's max_length cuts off the label, which this term reads")
         candidates = [token for token in our_tensors["candidates"][number].tolist() if token >= 0]  # without padding
         gold = int(our_tensors["gold_index"][number])
         queries.append(Query(row=number, token=label_at, candidates=candidates, gold=gold))

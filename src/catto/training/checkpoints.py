@@ -1,4 +1,4 @@
-"""Checkpoints: which one to keep, which one to resume from, and how to carry them to another folder."""
+"""Checkpoints: which one to keep, which one to resume from, and how to copy them to another folder."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from catto.io.atomic import link_or_copy, write_text
 
 KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # metric -> whether larger is better
 LAST = "last"  # the rule that keeps the last step
-# A complete checkpoint has one of these.
+# A complete checkpoint contains at least one of these files or folders.
 _MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
     """Return the newest checkpoint that was written completely; None if there is none, or no folder.
 
-    Transformers writes a checkpoint in place and trainer_state.json last, so a kill leaves one that has the highest
-    number and lacks that file, or holds a part of it.
+    Transformers writes a checkpoint in place, with trainer_state.json last. If training is killed meanwhile, this file
+    of the newest checkpoint is missing or truncated.
     """
     path_by_step = {}
     for path in Path(output_dir).glob("checkpoint-*"):
@@ -30,7 +30,7 @@ def newest_complete(output_dir: str | Path) -> Path | None:
     for _, path in sorted(path_by_step.items(), reverse=True):
         try:
             state = json.loads((path / "trainer_state.json").read_text())
-        except (OSError, ValueError):  # the file is missing or cut off
+        except (OSError, ValueError):  # the file is missing or truncated
             continue
         has_model = any((path / name).exists() for name in _MODELS)
         if isinstance(state, dict) and has_model:
@@ -39,19 +39,19 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 
 
 def copy_newest(checkpoints: Path, target: Path, final: Path) -> None:
-    """Link the newest complete checkpoint, and the best one, into `target`, which will be renamed to `final`.
+    """Link the newest complete checkpoint and the best one into `target`, which the caller then renames to `final`.
 
-    Complete checkpoints are never written to again, so links suffice. Only the newest checkpoint's own path to the
-    best one is rewritten, in a copy. Without a complete checkpoint nothing is done.
+    A complete checkpoint is never written to again, so links suffice. Only the newest one's trainer_state.json is
+    copied, since the path of the best checkpoint in it changes. Without a complete checkpoint, nothing happens.
 
     Raises:
-        OSError: A training deleted or added a checkpoint meanwhile.
+        OSError: A training run deleted or added a checkpoint in the meantime.
     """
     newest = newest_complete(checkpoints)
     if newest is None:
         return
     state = json.loads((newest / "trainer_state.json").read_text())
-    has_best = state["best_model_checkpoint"] is not None  # none is chosen if the last one is kept
+    has_best = state["best_model_checkpoint"] is not None  # None if the rule is to keep the last step
     best = newest.name
     if has_best:
         best = Path(state["best_model_checkpoint"]).name
@@ -72,15 +72,15 @@ def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dic
     """Return training arguments that save every `steps` steps and keep a checkpoint by `rule`.
 
     Args:
-        rule: `last` keeps the last step; a validation metric keeps the best one by it.
-        steps: Steps between two checkpoints, from which a killed run resumes.
-        measured: Whether there are held-out examples to evaluate; without them only the last step can be kept.
+        rule: `last` keeps the last step. The name of a validation metric keeps the best step by that metric.
+        steps: Number of steps between two checkpoints. A killed run resumes from the last checkpoint.
+        measured: Whether there are held-out examples to evaluate. Without them, the last step is kept.
 
     Returns:
         Keyword arguments of `TrainingArguments`.
 
     Raises:
-        ValueError: There is no such rule.
+        ValueError: The rule is unknown.
 
     >>> checkpoint_arguments("val_ece", 50)["metric_for_best_model"]
     'val_ece'
@@ -96,4 +96,4 @@ def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dic
     if rule == LAST:
         return evaluate
     keep_best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
-    return {**evaluate, **keep_best, "save_total_limit": 2}  # the best and the newest
+    return {**evaluate, **keep_best, "save_total_limit": 2}  # the best checkpoint and the newest

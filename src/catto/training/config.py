@@ -31,22 +31,28 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def warn_of_slow_bf16(args: TrainingArguments) -> None:
-    """Warn where training would compute in bf16 on a processor that is slower in it."""
+    """Warn if training would use bf16 on a processor that computes faster in fp32."""
     on_cpu = args.use_cpu or not torch.accelerator.is_available()
     if not args.bf16 or not on_cpu:
         return
     slowdown = cpu_bf16_slowdown()
     if slowdown > 1.25:  # the measurement has some noise
-        logger.warning("bf16 is on, and takes %.1f times as long as fp32 on this processor: set bf16=False", slowdown)
+        logger.warning("bf16 takes %.1f times as long as fp32 on this processor: set bf16=False", slowdown)
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
-    """Return an option of a configuration with its help text, and what else `HfArgumentParser` makes of it."""
+    """Return a dataclass field with a default and a help text.
+
+    Args:
+        default: The default.
+        text: The help text that `HfArgumentParser` shows.
+        **more: Further keyword arguments that `HfArgumentParser` passes to `argparse`.
+    """
     return field(default=default, metadata={"help": text, **more})
 
 
 def _list_questions(value: Any) -> list[Question] | str | None:
-    """Return a path as a string and questions as a list. Questions of a stored configuration are JSON values."""
+    """Return a path as a string, and questions as a list of `Question`. A stored configuration has them as JSON."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, os.PathLike):
@@ -64,30 +70,31 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     """TRL's `DPOConfig` with a calibration term: L = L_DPO + calibration_weight * term.
 
     All defaults of TRL are kept, except that bf16 is off on a machine without an accelerator. The default
-    `calibration="catto"` is the paper's term. We recommend `calibration="outcome"`, which scores the probability of the
-    answer against what is right.
+    `calibration="catto"` is the paper's term. We recommend `calibration="outcome"`, which scores the model's
+    probabilities of the answers against the right answer.
 
     Args:
         calibration: The calibration term. `"catto"`, `"bce"`, `"l1"` and `"brier"` compare each token's confidence with
             a surrogate of correctness. `"outcome"` is a proper score of the label probabilities. `"replay"` is the
             cross-entropy of given responses. `"none"` is plain DPO.
-        calibration_weight: Factor of the term, at least 0. None means 0.1, and 1.0 for outcome and replay.
-        reduce: Reduction over a response's tokens, `"mean"` or `"sum"`. None means the mean, and the sum for bce.
+        calibration_weight: Weight of the term, at least 0. None means 1.0 for outcome and replay, and 0.1 otherwise.
+        reduce: Reduction over a response's tokens, `"mean"` or `"sum"`. None means the sum for bce, and the mean
+            otherwise.
         detach_surrogate: Whether to stop the gradient through the surrogate of correctness.
         calibrate_tokens: Tokens that the term reads: `"all"`, or only the `"label"`.
         preference_tokens: Tokens that the preference loss reads: `"all"`, or only the `"reasoning"` before the label.
         outcome_score: Proper score of the outcome term, `"log"` or `"brier"`.
-        outcome_target: What the score compares with: the `"gold"` label, the `"votes"` of the start model's samples,
-            or `"mix"`, the mean of both.
-        outcome_samples: Number of samples per question that vote, with outcome_target votes or mix.
-        calibration_questions: Questions with known answers, as a list or a file. The trainer samples the start model's
-            responses to them before training, and the outcome term reads those.
+        outcome_target: Target of the score: the `"gold"` label, the `"votes"` of the start model's samples, or
+            `"mix"`, the mean of both.
+        outcome_samples: Number of samples per question that vote, if outcome_target is votes or mix.
+        calibration_questions: Questions with known answers, as a list or a file. Before training, the trainer samples
+            the start model's responses to them, and the outcome term reads these responses.
         outcome_rows_per_pair: Number of sampled responses that go with each pair of a batch.
-        prefix_sharing: Whether to compute a prompt once for all responses to it.
-        padding_free: Whether to pack rows into one line instead of padding them. None packs on CUDA, where
-            FlexAttention runs.
-        head_precision: Precision of the LM head's products: `"auto"` (16-bit inputs and fp32 results on a GPU) or
-            `"fp32"`.
+        prefix_sharing: Whether to compute a prompt only once for all its responses.
+        padding_free: Whether to pack rows into one line instead of padding them. None packs on CUDA if the model can
+            use FlexAttention.
+        head_precision: Precision of the LM head's matrix products: `"auto"` (16-bit inputs and fp32 results on a GPU)
+            or `"fp32"`.
 
     Example:
         ```python
@@ -99,10 +106,10 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         "catto", "Calibration term added to DPO's loss: none, catto, bce, l1, brier, outcome or replay."
     )
     calibration_weight: float | None = option(
-        None, "Weight of the term. None means 0.1, and 1.0 for outcome and replay."
+        None, "Weight of the term. None means 1.0 for outcome and replay, and 0.1 otherwise."
     )
     reduce: str | None = option(
-        None, "Reduction over a response's tokens: mean or sum. None means the mean, for bce the sum."
+        None, "Reduction over a response's tokens: mean or sum. None means the sum for bce, and the mean otherwise."
     )
     detach_surrogate: bool = option(False, "Whether to stop the gradient through the surrogate of correctness.")
     calibrate_tokens: str = option("all", "Tokens that the term reads: all, or only the label.")
@@ -112,9 +119,9 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
     outcome_score: str = option("log", "Proper score of the outcome term: log or brier.")
     outcome_target: str = option(
         "gold",
-        "What the score compares with: the gold label, the votes of the start model's samples, or mix, their mean.",
+        "Target of the score: the gold label, the votes of the start model's samples, or mix, the mean of both.",
     )
-    outcome_samples: int = option(8, "Number of samples per question that vote, with outcome_target votes or mix.")
+    outcome_samples: int = option(8, "Number of samples per question that vote, if outcome_target is votes or mix.")
     calibration_questions: list[Question] | str | None = field(
         default=None,
         metadata={
@@ -122,15 +129,16 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         },
     )
     outcome_rows_per_pair: int = option(2, "Number of sampled responses that go with each pair of a batch.")
-    prefix_sharing: bool = option(False, "Whether to compute a prompt once for all responses to it.")
-    padding_free: bool | None = option(  # as a flag too, which the parser makes by itself only of what is never None
+    prefix_sharing: bool = option(False, "Whether to compute a prompt only once for all its responses.")
+    padding_free: bool | None = option(
         None,
-        "Whether to pack rows instead of padding them. None packs on CUDA, where FlexAttention runs.",
+        "Whether to pack rows instead of padding them. None packs on CUDA if the model can use FlexAttention.",
+        # Allow `--padding_free` without a value; the parser does this by itself only for options that cannot be None.
         nargs="?",
         const=True,
     )
     head_precision: str = option(
-        "auto", "Precision of the LM head's products: auto (16-bit inputs, fp32 results on a GPU) or fp32."
+        "auto", "Precision of the LM head's matrix products: auto (16-bit inputs, fp32 results on a GPU) or fp32."
     )
 
     def __post_init__(self) -> None:
@@ -168,21 +176,22 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             )
 
     def _refuse_unread_options(self) -> None:
-        """Refuse an option that the chosen term does not read, unless its value has no effect anyway."""
+        """Raise ValueError if an option is set that the chosen term does not read, except for a weight of 0."""
         for name, terms in TERM_OPTIONS.items():
             if self.calibration in terms:
                 continue
             value = getattr(self, name)
             is_default = value == _default_values(type(self))[name]
             is_zero_weight = name == "calibration_weight" and value == 0
-            if not is_default and not is_zero_weight:
-                readers = ", ".join(terms)
-                raise ValueError(
-                    f"{name} is {value!r} but calibration is {self.calibration!r}: it acts with {readers} only"
-                )
+            if is_default or is_zero_weight:
+                continue
+            readers = ", ".join(terms)
+            raise ValueError(
+                f"{name} is {value!r} but calibration is {self.calibration!r}: this option is used only with {readers}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as Transformers does, with questions as JSON values."""
+        """Return the fields as Transformers does, with the calibration questions as JSON values."""
         values: dict[str, Any] = super().to_dict()
         if isinstance(self.calibration_questions, list):
             records = [question.model_dump(mode="json") for question in self.calibration_questions]
@@ -191,18 +200,18 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
 
     @property
     def weight(self) -> float:
-        """The factor of the term, with the default of the chosen term in place of None."""
+        """The weight of the term; if it is not set, the default for the chosen term."""
         if self.calibration_weight is None:
             return WEIGHTS[self.calibration]  # type: ignore[index]
         return self.calibration_weight
 
     @classmethod
     def of(cls, config: DPOConfig) -> Self:
-        """Return the same configuration, with our options at their defaults if it has none."""
+        """Return the configuration as a `CATTOConfig`. A plain `DPOConfig` gets the defaults of our options."""
         if isinstance(config, cls):
             return config
         if type(config) is not DPOConfig:
-            raise TypeError(f"args is a {type(config).__name__}, whose class would be lost: inherit from CATTOConfig")
+            raise TypeError(f"args is a {type(config).__name__}, expected a DPOConfig or a subclass of CATTOConfig")
         extended = copy.copy(config)
         extended.__class__ = cls
         given_values = dict(vars(extended))

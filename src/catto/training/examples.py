@@ -1,7 +1,7 @@
-"""Turn records into token ids, with the label located once; rows that do not fit the context are dropped.
+"""Turn records into token ids and locate their labels. Rows that are too long for the context are dropped.
 
-Prompts are rendered as the engines render them, and completions follow unchanged. At test time the model continues
-exactly the text that it was trained on.
+Prompts are rendered as in the engines, and completions are appended unchanged. At test time the model therefore
+continues exactly the text that it was trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from catto.records import Message, PreferenceRow, SftRow
 from catto.training.batches import Query, Row
 
 logger = logging.getLogger(__name__)
-MOST_NAMES = 20  # dropped rows that a warning names
+MAX_NAMED_ROWS = 20  # dropped rows that a warning names
 
 
 class Label(NamedTuple):
@@ -30,9 +30,9 @@ class Label(NamedTuple):
     Attributes:
         at: Index of the label's token in the completion.
         candidates: The tokens of the K labels at that index.
-        gold: Which of the K labels is right.
-        target: A distribution over the K labels that `outcome_target` reads instead of the right one, usually the
-            shares of labels among samples; None if there is none.
+        gold: Index of the right label among the K labels.
+        target: Distribution over the K labels that is used with `outcome_target` votes or mix. Usually the shares of
+            the labels among samples; None if there is none.
     """
 
     at: int
@@ -43,7 +43,7 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """One response ready to train on: the question's id and its tokens."""
+    """One response ready for training: the id of its question and its tokens."""
 
     question: str
     row: Row
@@ -56,28 +56,28 @@ class TokenizedRow:
 
 @dataclass(frozen=True)
 class Example(TokenizedRow):
-    """One response whose label is known: what the losses of the label token read."""
+    """One response whose label has been located, as required by losses on the label token."""
 
     label: Label
 
     def before_label(self) -> Row:
-        """Return the row up to the label, whose last position predicts the label."""
+        """Return the row up to the label. Its last position predicts the label."""
         return Row(self.row.prompt, self.row.completion[: self.label.at])
 
 
 def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
-    """Tokenise completions, right or wrong, and find their labels.
+    """Tokenize completions, right or wrong, and find their labels.
 
     Args:
         tokenizer: The tokenizer of the model.
-        rows: The rows. A completion without a label (None) gets one before it is tokenised.
+        rows: The rows. If a row has no label (None), one is appended to its completion.
         max_length: Maximum number of tokens of prompt and completion; longer rows are dropped. None keeps all.
 
     Returns:
         One example per row that fits.
 
     Raises:
-        ValueError: There are rows and none fits, or a completion gives no readable label.
+        ValueError: All rows are too long, or no label can be read from a completion.
     """
     return locate_labels(tokenizer, tokenize_responses(tokenizer, rows, max_length))
 
@@ -85,11 +85,11 @@ def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None
 def tokenize_responses(
     tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None
 ) -> list[tuple[SftRow, Row]]:
-    """Tokenise rows and keep those that fit, each with its token ids; arguments and errors as in `make_examples`."""
+    """Tokenize rows and return those that fit, each with its token ids. Arguments and errors as in `make_examples`."""
     responses = []
     for row in rows:
         text = row.completion[-1].content
-        if row.label is None:  # the text ends before its label; only that position is read, so any label will do
+        if row.label is None:  # the text ends just before the label; any label will do, since none is trained on
             text += _close_answer(row.labels[0])
         responses.append((row, row_ids(tokenizer, row.prompt, text)))
 
@@ -105,13 +105,13 @@ def tokenize_responses(
 
 
 def _close_answer(label: str) -> str:
-    """Return what follows an opening answer tag: the label and the closing tag."""
+    """Return the text that completes an opened answer: the label and the closing tag."""
     _, _, closing = render_completion(None, label).partition(label)
     return label + closing
 
 
 def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
-    """Find the labels of tokenised rows; votes, where a row has them, become the target. Raises as `find_label`."""
+    """Find the labels of tokenized rows. If a row has votes, they become its target. Errors as in `find_label`."""
     examples = []
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
@@ -124,7 +124,7 @@ def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Ex
 
 
 def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
-    """Ask for the label probabilities of examples whose rows are numbered from `first`."""
+    """Return a query for the label of each example. The examples' rows are numbered from `first`."""
     queries = []
     for row, example in enumerate(examples, first):
         label = example.label
@@ -133,18 +133,18 @@ def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
 
 
 def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Example]:
-    """Set the distribution that the outcome loss of every example aims at.
+    """Set the target distribution that the outcome loss reads, for every example.
 
     Args:
         examples: The examples.
-        outcome_target: `gold` needs no distribution. `votes` is the example's own, and `mix` is the mean of that and
-            the one-hot gold label.
+        outcome_target: `gold` removes the distribution, `votes` keeps it, and `mix` takes the mean of it and the
+            one-hot gold label.
 
     Returns:
         New examples in the same order.
 
     Raises:
-        ValueError: An example has no votes, or no shares that sum to 1, where they are needed.
+        ValueError: An example needs a distribution and has none, or its shares do not sum to 1.
     """
     results = []
     for example in examples:
@@ -168,7 +168,7 @@ def _mix_with_gold(shares: Sequence[float], gold: int) -> tuple[float, ...]:
 
 
 def _require_target(example: Example, outcome_target: str) -> tuple[float, ...]:
-    """Return the distribution of an example; raise ValueError if it is missing or no distribution."""
+    """Return the distribution of an example; raise ValueError if it is missing or is not a distribution."""
     target = example.label.target
     where = f"question {example.question}"
     if target is None:
@@ -181,7 +181,7 @@ def _require_target(example: Example, outcome_target: str) -> tuple[float, ...]:
 
 
 def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
-    """Return the distributions of N examples, padded with 0 to (N, width). An example without one gives zeros."""
+    """Return the distributions of N examples, padded with 0 to (N, width). An example without one gets zeros."""
     table = []
     for example in examples:
         shares = list(example.label.target or ())
@@ -196,10 +196,10 @@ def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: st
         tokenizer: The tokenizer of the model.
         completion: The tokens of the completion.
         labels: The labels of the question.
-        where: The row, for the error.
+        where: Name of the row, for the error.
 
     Raises:
-        ValueError: The completion gives no label, or one token does not tell the labels apart.
+        ValueError: The completion gives no label, or a single token does not distinguish the labels.
     """
     try:
         index, candidates = find_label_token(tokenizer, completion, labels)
@@ -216,33 +216,33 @@ def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
     if joint_tokens[:prompt_length] == prompt_tokens:
         completion_tokens = joint_tokens[prompt_length:]
     else:
-        # Characters at the boundary merge into one token, so the response is encoded alone, as it would be generated.
+        # A token would span the boundary, so the completion is encoded on its own, as if it had been generated.
         completion_tokens = tokenizer(completion, add_special_tokens=False)["input_ids"]
     return Row(prompt_tokens, [*completion_tokens, tokenizer.eos_token_id])
 
 
 @lru_cache(maxsize=1024)
 def _encode_prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]]:
-    """Render and encode a prompt once for all its responses, which follow each other in the rows."""
+    """Render and encode a prompt. The cache serves its other responses, which are next to each other in the rows."""
     return prompt_text(prompt, tokenizer), list(prompt_ids(tokenizer, prompt))
 
 
 def drop_too_long(
     rows: list[Any], max_length: int | None, *, length_of: Callable[[Any], int], name_of: Callable[[Any], str]
 ) -> list[Any]:
-    """Drop and log the rows that do not fit in the context. They are never cut, which would lose the label.
+    """Drop and log the rows that are too long for the context. Rows are never truncated, since that loses the label.
 
     Args:
         rows: The rows.
         max_length: Maximum number of tokens; None keeps all rows.
         length_of: Returns the number of tokens of a row.
-        name_of: Returns the name of a row in the log.
+        name_of: Returns the name of a row for the log.
 
     Returns:
-        The rows that fit; without rows, none.
+        The rows that fit.
 
     Raises:
-        ValueError: There are rows and none fits.
+        ValueError: All rows are too long.
     """
     if max_length is None:
         return rows
@@ -255,18 +255,17 @@ def drop_too_long(
             dropped.append(row)
     if dropped and not fitting:
         raise ValueError(f"every row is longer than max_length {max_length} tokens")
-    dropped_names = [name_of(row) for row in dropped[:MOST_NAMES]]
-    _log_dropped(f"rows longer than {max_length} tokens", dropped_names, len(dropped), total=len(rows))
+    if dropped:
+        _log_dropped([name_of(row) for row in dropped], total=len(rows), kind=f"rows longer than {max_length} tokens")
     return fitting
 
 
-def _log_dropped(what: str, names: Sequence[str], count: int, *, total: int) -> None:
-    if count == 0:
-        return
-    shown = list(names[:MOST_NAMES])
-    if count > MOST_NAMES:
+def _log_dropped(names: Sequence[str], *, total: int, kind: str) -> None:
+    """Log how many of `total` rows were dropped, and the names of the first ones. kind: Which rows were dropped."""
+    shown = list(names[:MAX_NAMED_ROWS])
+    if len(names) > MAX_NAMED_ROWS:
         shown.append("...")
-    logger.warning("dropped %d of %d %s: %s", count, total, what, ", ".join(shown))
+    logger.warning("dropped %d of %d %s: %s", len(names), total, kind, ", ".join(shown))
 
 
 # ---- preference pairs ------------------------------------------------------------------------------------------------
@@ -293,29 +292,29 @@ def count_pair_tokens(columns: dict[str, Any]) -> int:
     return len(columns["prompt_ids"]) + longer_response
 
 
-def number_row(example: dict[str, Any], row: int, **determining: Any) -> dict[str, Any]:
+def number_row(example: dict[str, Any], row: int, *, reference_settings: list[Any]) -> dict[str, Any]:
     """Return the number of a row as a new column.
 
-    `determining` is ignored here. It is what else the row's reference log-probabilities depend on: as an argument it
-    is part of the dataset's fingerprint, by which TRL caches them.
+    `reference_settings` is not used here: these are settings on which the reference log-probabilities depend. TRL
+    caches them by the dataset's fingerprint, and all arguments of this function are part of the fingerprint.
     """
     return {"row": row}
 
 
-# A row with the columns that an objective may read in addition to TRL's, for error messages.
+# Example values, for error messages, of the columns that an objective may read in addition to TRL's.
 EXAMPLE_COLUMNS = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
 
 
 def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str) -> None:
-    """Raise ValueError if the dataset lacks columns; the error lists them and shows a row that has them.
+    """Raise ValueError if the dataset lacks columns. The error lists them and shows an example row.
 
     Args:
         dataset: A dataset, streamed or not.
-        needed: Names of columns, out of `EXAMPLE_COLUMNS`.
+        needed: Names of the required columns, from `EXAMPLE_COLUMNS`.
         name: Name of the dataset, for the error.
-        reader: What reads the columns, for the error.
+        reader: The option that reads the columns, for the error.
     """
-    columns = dataset.column_names or list(next(iter(dataset)))  # a stream may not know its columns
+    columns = dataset.column_names or list(next(iter(dataset)))  # a streamed dataset may not know its columns
     missing = [column for column in needed if column not in columns]
     if not missing:
         return
@@ -326,27 +325,27 @@ def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str)
     raise ValueError(f"the {name} dataset has no column {listed}, which {reader} reads. A row looks like {row}")
 
 
-def label_columns(example: dict[str, Any], tokenizer: Any, name: str, rated: bool) -> dict[str, Any]:
-    """Find the labels of a pair in its token ids, once.
+def label_columns(example: dict[str, Any], tokenizer: Any, name: str, reads_rate: bool) -> dict[str, Any]:
+    """Find the labels of a pair in its token ids.
 
     Args:
         example: A row of the dataset.
         tokenizer: The tokenizer of the model.
         name: Name of the dataset, for errors.
-        rated: Whether the objective reads the correctness rate.
+        reads_rate: Whether the objective reads the correctness rate.
 
     Returns:
-        New columns: `gold_index`, `rate` (0 if it is not read), and the label's index and candidate tokens of each
-        side.
+        New columns: `gold_index`, `rate` (0 if it is not read), and for each side the index of the label's token and
+        the candidate tokens there.
 
     Raises:
-        ValueError: A label, the gold label or the rate is missing or unreadable; the error names the row.
+        ValueError: A label, the gold label or the rate is missing or cannot be read. The error names the row.
     """
     where = f"{name} dataset row {example['row']}"
     labels = example["labels"]
     gold = example["gold"]
     correctness_rate = 0.0
-    if rated:
+    if reads_rate:
         correctness_rate = _read_correctness_rate(example, where)
     _check_label_list(example, where)
     if gold not in labels:
@@ -367,7 +366,7 @@ def _read_correctness_rate(example: dict[str, Any], where: str) -> float:
 
 
 def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dict[str, Any]:
-    """Count the tokens of each response before its label; all of them if it gives no answer.
+    """Count the tokens of each response before its label, or all its tokens if it gives no answer.
 
     Args:
         example: A row of the dataset.
@@ -378,7 +377,7 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
         New columns `chosen_reasoning` and `rejected_reasoning`.
 
     Raises:
-        ValueError: The labels are no list, or the tokens of a response do not tell its label from another.
+        ValueError: The labels are not a list, or the tokens of a response do not distinguish its label from another.
     """
     where = f"{name} dataset row {example['row']}"
     _check_label_list(example, where)
@@ -389,22 +388,39 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
             label_position = locate_label(tokenizer, ids, example["labels"])
         except ValueError as error:
             raise ValueError(f"{where}, {side}: {error}") from None
-        tokens_before_label = len(ids)
+        ids_before_label = ids
         if label_position is not None:
-            tokens_before_label = len(label_position.ids)
-        columns[f"{side}_reasoning"] = tokens_before_label
+            ids_before_label = label_position.ids
+        columns[f"{side}_reasoning"] = len(ids_before_label)
     return columns
 
 
 STREAM_SAMPLE = 64  # rows of a streamed dataset that are checked before training
 
 
+class ReasoningCounts(NamedTuple):
+    """Counts of pairs.
+
+    Attributes:
+        total: All pairs that were checked.
+        nothing_to_prefer: Pairs whose responses are identical up to their labels.
+        without_answer: Pairs in which at least one response gives no answer.
+    """
+
+    total: int
+    nothing_to_prefer: int
+    without_answer: int
+
+
 def check_reasoning(dataset: Any, name: str) -> None:
     """Refuse a dataset in which most pairs have nothing to prefer before their labels; log how many there are.
 
-    A pair has nothing to prefer if both responses are the same up to their labels, for instance if they begin with
-    the answer. Its loss is constant. Of a streamed dataset only the first rows are checked. Pairs with a response
-    without an answer are only logged.
+    A pair has nothing to prefer if its responses are identical up to their labels, for example if they consist of the
+    answer alone. Its loss is constant. In a streamed dataset, only the first rows are checked.
+
+    Args:
+        dataset: A dataset with the columns of `reasoning_columns`.
+        name: Name of the dataset, for the log and errors.
 
     Raises:
         ValueError: More than half of the checked pairs have nothing to prefer.
@@ -412,6 +428,22 @@ def check_reasoning(dataset: Any, name: str) -> None:
     rows = dataset.select_columns(["chosen_ids", "rejected_ids", "chosen_reasoning", "rejected_reasoning"])
     if not isinstance(rows, Dataset):
         rows = rows.take(STREAM_SAMPLE)
+    counts = _count_reasoning(rows)
+    if counts.nothing_to_prefer > counts.total / 2:
+        raise ValueError(
+            f"preference_tokens is 'reasoning', but {counts.nothing_to_prefer} of {counts.total} pairs of the {name} "
+            f"dataset have nothing to prefer: their responses are identical up to the label, like answers without "
+            f"reasoning"
+        )
+    if counts.nothing_to_prefer:
+        note = "%d of %d %s pairs have nothing to prefer: their responses are identical up to the label"
+        logger.warning(note, counts.nothing_to_prefer, counts.total, name)
+    if counts.without_answer:
+        note = "%d of %d %s pairs have a response without an answer, of which the preference loss reads all tokens"
+        logger.warning(note, counts.without_answer, counts.total, name)
+
+
+def _count_reasoning(rows: Iterable[dict[str, Any]]) -> ReasoningCounts:
     total = 0
     nothing_to_prefer = 0
     without_answer = 0
@@ -421,22 +453,12 @@ def check_reasoning(dataset: Any, name: str) -> None:
         rejected_reasoning = row["rejected_ids"][: row["rejected_reasoning"]]
         if chosen_reasoning == rejected_reasoning:
             nothing_to_prefer += 1
-        # `reasoning_columns` counts all tokens of a response without an answer.
+        # For a response without an answer, `reasoning_columns` counts all tokens.
         chosen_has_no_answer = len(chosen_reasoning) == len(row["chosen_ids"])
         rejected_has_no_answer = len(rejected_reasoning) == len(row["rejected_ids"])
         if chosen_has_no_answer or rejected_has_no_answer:
             without_answer += 1
-    if nothing_to_prefer > total / 2:
-        raise ValueError(
-            f"preference_tokens is 'reasoning', but {nothing_to_prefer} of {total} pairs of the {name} dataset have "
-            f"nothing to prefer: their responses are the same up to the label, as answers without reasoning are"
-        )
-    if nothing_to_prefer:
-        note = "%d of %d %s pairs have nothing to prefer: their responses are the same up to the label"
-        logger.warning(note, nothing_to_prefer, total, name)
-    if without_answer:
-        note = "%d of %d %s pairs have a response without an answer, which the preference loss reads whole"
-        logger.warning(note, without_answer, total, name)
+    return ReasoningCounts(total=total, nothing_to_prefer=nothing_to_prefer, without_answer=without_answer)
 
 
 def _check_label_list(example: dict[str, Any], where: str) -> None:
@@ -446,36 +468,38 @@ def _check_label_list(example: dict[str, Any], where: str) -> None:
 
 @dataclass
 class LengthFilter:
-    """Decides which pairs are trained on. In a stream, dropped pairs are logged at 1, 2, 4, 8, ...
+    """Drops pairs that are too long to train on.
+
+    For a streamed dataset, the number of dropped pairs is logged whenever it is a power of two.
 
     Attributes:
         limit: Maximum number of tokens.
-        whole: Whether both sequences must fit, since cutting would lose the label. Otherwise only a prompt that leaves
-            no room for a response is dropped, as in TRL.
+        must_fit_untruncated: Whether a pair must fit untruncated, since truncation would lose the label. If not, TRL
+            truncates responses, and a pair is dropped only if its prompt leaves no room for them, as in TRL.
         name: Name of the dataset, for the log.
-        dropped: Number of dropped pairs of a stream.
+        dropped: Number of pairs of a streamed dataset that have been dropped so far.
     """
 
     limit: int
-    whole: bool
+    must_fit_untruncated: bool
     name: str
     dropped: int = 0
 
     @property
     def reason(self) -> str:
-        """Why a row is dropped."""
-        if self.whole:
+        """Description of the dropped rows, for the log."""
+        if self.must_fit_untruncated:
             return f"longer than {self.limit} tokens"
         return f"whose prompt alone fills {self.limit} tokens"
 
     def fits(self, example: dict[str, Any]) -> bool:
-        """Whether the pair fits."""
-        if self.whole:
+        """Return whether the pair fits."""
+        if self.must_fit_untruncated:
             return count_pair_tokens(example) <= self.limit
         return len(example["prompt_ids"]) < self.limit
 
     def __call__(self, example: dict[str, Any]) -> bool:
-        """Whether a row of a stream fits; some of the dropped rows are logged."""
+        """Return whether a row of a streamed dataset fits, and count and log it if it does not."""
         if self.fits(example):
             return True
         self.dropped += 1
@@ -485,10 +509,11 @@ class LengthFilter:
         return False
 
     def select_fitting(self, dataset: Any) -> Any:
-        """Drop the pairs that do not fit; raise ValueError if none does, in a stream too."""
+        """Return the dataset without the pairs that do not fit; raise ValueError if none fits."""
         if isinstance(dataset, Dataset):
             return self._select_rows(dataset)
-        if not any(map(self.fits, dataset)):  # it reads the stream up to the first pair that fits
+        any_fits = any(map(self.fits, dataset))  # reads the stream only up to the first pair that fits
+        if not any_fits:
             raise self._nothing_fits()
         return dataset.filter(self)
 
@@ -504,8 +529,8 @@ class LengthFilter:
             return dataset
         if not fitting:
             raise self._nothing_fits()
-        names = [f"row {number}" for number in dropped[:MOST_NAMES]]
-        _log_dropped(f"{self.name} rows {self.reason}", names, len(dropped), total=len(dataset))
+        names = [f"row {number}" for number in dropped]
+        _log_dropped(names, total=len(dataset), kind=f"{self.name} rows {self.reason}")
         return dataset.select(fitting)
 
     def _nothing_fits(self) -> ValueError:

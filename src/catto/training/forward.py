@@ -1,7 +1,7 @@
-"""The fused head inside the model's own forward: one call of the wrapped model returns statistics instead of logits.
+"""Run the fused head inside the model's own forward, so that one call returns statistics instead of logits.
 
-DDP, FSDP and autocast act on the wrapped model's call, so the head runs inside it: `install_head` adds a keyword to the
-base model's forward. Without that keyword the forward is unchanged.
+DDP, FSDP and autocast act on calls of the model that they wrap, so the head has to run inside such a call.
+`install_head` adds keyword arguments to the base model's forward. Without them the forward is unchanged.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from catto.objectives.tiles import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
 from catto.training.trl_compat import call_copied_forward
 
-# Attention implementations that accept our mask. FlashAttention's accept none; they fall back to padded rows.
+# Attention implementations that accept our mask. FlashAttention accepts none, so rows are padded there.
 DENSE = ("sdpa", "eager")
 SPARSE = ("flex_attention", "catto")
-# Names that architectures use for the factor of their logits.
+# Names under which architectures configure the factor of their logits.
 SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 class ForwardOutput(NamedTuple):
-    """What one forward through the fused head returns.
+    """Output of one forward pass through the fused head.
 
     Attributes:
         stats: Statistics of the N scored tokens, (N,) each.
@@ -60,7 +60,7 @@ def _unwrap_peft(model: Any) -> Any:
 def install_head(model: Any) -> None:
     """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head.
 
-    The forward of the base model is replaced on the instance; a second call does nothing.
+    This replaces the forward of the base model on this instance. Calling it again has no effect.
 
     Args:
         model: A causal language model, or a PEFT model around one.
@@ -72,7 +72,7 @@ def install_head(model: Any) -> None:
     if getattr(base, "_catto_head", False):
         return
     _require_linear_head(base)
-    original = vars(base).get("forward")  # set if a library has wrapped it on this instance
+    original = vars(base).get("forward")  # not None if a library has wrapped the forward of this instance
 
     @functools.wraps(type(base).forward)
     def forward(
@@ -85,7 +85,7 @@ def install_head(model: Any) -> None:
             return type(self).forward(self, *args, **kwargs)
         if self is base:
             return original(*args, **kwargs)
-        # A copy of the model takes this function along, but `original` would run the weights of the first model.
+        # `self` is a copy of the model, which has copied this function too. `original` would run the first model.
         return call_copied_forward(original, self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
@@ -95,7 +95,7 @@ def install_head(model: Any) -> None:
 def _require_linear_head(base: Any) -> None:
     """Raise ValueError if the logits come from more than one linear layer on the last hidden states."""
     head = base.get_output_embeddings()
-    if hasattr(head, "base_layer"):  # `token_stats` would read the weight below the adapter
+    if hasattr(head, "base_layer"):  # `token_stats` would ignore the adapter and read only the base weight
         raise ValueError("an adapter on the LM head is not supported: take it out of target_modules")
     known = {id(weight) for weight in base.base_model.parameters()}
     known.update(id(weight) for weight in head.parameters())
@@ -107,12 +107,12 @@ def _require_linear_head(base: Any) -> None:
 def run_head(
     model: Any, batch: Batch, extras: tuple[str, ...] = (), precision: Precision = "auto", **more: Any
 ) -> ForwardOutput:
-    """Call the (wrapped) model exactly once.
+    """Run a batch through the model and the fused head, with exactly one call of the model.
 
     Args:
-        model: The model, with `install_head`, inside whatever wraps it for training.
+        model: The model after `install_head`, with any wrappers that training has added.
         batch: The batch.
-        extras: Statistics beyond the two that are always computed.
+        extras: Names of optional statistics, see `token_stats`.
         precision: Precision of the head.
         **more: Further keyword arguments of the model's forward.
 
@@ -139,7 +139,7 @@ def run_head(
 def _keep_output_precision(model: Any) -> Iterator[None]:
     """Keep FSDP2 from rounding the statistics.
 
-    Accelerate asks it for outputs in bf16 under mixed precision, and a bf16 log-probability of -140 is a multiple of 1.
+    Under mixed precision, Accelerate tells FSDP2 to return bf16 outputs. In bf16, values near -140 are integers.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -156,26 +156,41 @@ def _keep_output_precision(model: Any) -> Iterator[None]:
 def _run_backbone_and_head(
     model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """Return the fields of `TokenStats`, `labels` and `aux_loss`, as `run_head` reads them.
+    """Return the fields of `TokenStats`, `labels` and `aux_loss`, for `run_head`.
 
-    The dictionary is a plain one: whatever wraps the model's forward looks for tensors in it.
+    They are returned in a plain dictionary, since wrappers of the model look for tensors in its output.
     """
     if batch.shared or batch.packed:
         attention_mask = _make_block_mask(model, batch)
-    # PEFT adds `labels` and arguments that are None, which not every backbone takes.
+    # PEFT adds `labels` and arguments that are None, which not every backbone accepts.
     backbone_options = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
     backbone_options["use_cache"] = False
     outputs = model.base_model(attention_mask=attention_mask, **backbone_options)
-    hidden = outputs.last_hidden_state
-    virtual_tokens = hidden.shape[1] - batch.input_ids.shape[1]  # prompt-learning adapters put them in front
+    values = _compute_head_values(model, outputs.last_hidden_state, batch, extras=extras, precision=precision)
+    values["aux_loss"] = None
+    if getattr(outputs, "router_logits", None) is not None:
+        values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
+
+    loss_device = batch.input_ids.device
+    for name, value in values.items():
+        if value is not None:
+            values[name] = value.to(loss_device)
+    return values
+
+
+def _compute_head_values(
+    model: Any, hidden: Tensor, batch: Batch, *, extras: tuple[str, ...], precision: Precision
+) -> dict[str, Tensor | None]:
+    """Return the fields of `TokenStats` for the scored tokens, and `labels`, the label log-probabilities."""
+    virtual_tokens = hidden.shape[1] - batch.input_ids.shape[1]  # prepended by prompt-learning adapters
 
     def gather_hidden(source: Tensor, device: torch.device) -> Tensor:
-        """Return the hidden states (N, H) at each (line, column) of `source`, on the device of the head."""
+        """Return the hidden states at each (line, column) of `source` (N, 2), moved to the device: (N, H)."""
         line, column = source.to(hidden.device).unbind(-1)
         rows: Tensor = hidden[line, column + virtual_tokens].to(device)
         return rows
 
-    values: dict[str, Tensor | None] = {"labels": None, "aux_loss": None}
+    values: dict[str, Tensor | None] = {"labels": None}
     with whole_head(model) as head:
         head["precision"] = precision
         head_device = head["weight"].device  # a device_map may put it on another device than the backbone
@@ -187,20 +202,13 @@ def _run_backbone_and_head(
         if has_queries:
             query_hidden = gather_hidden(batch.query_source, head_device).unsqueeze(1)
             label_ids = batch.query_labels.to(head_device)
-            positions = torch.zeros_like(label_ids[:, 0])  # each query is a sequence of one position
+            positions = torch.zeros_like(label_ids[:, 0])  # each query is passed as a sequence of one position
             values["labels"] = label_logprobs(query_hidden, positions=positions, labels=label_ids, **head)
-    if getattr(outputs, "router_logits", None) is not None:
-        values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
-
-    loss_device = batch.input_ids.device
-    for name, value in values.items():
-        if value is not None:
-            values[name] = value.to(loss_device)
     return values
 
 
 def _make_block_mask(model: Any, batch: Batch) -> Any:
-    """Make the attention mask of shared or packed rows, in the form that the model's attention takes."""
+    """Make the attention mask of shared or packed rows, in the form that the model's attention accepts."""
     if model.config._attn_implementation in SPARSE:
         return block_mask(batch)
     device_type = batch.input_ids.device.type
@@ -211,9 +219,9 @@ def _make_block_mask(model: Any, batch: Batch) -> Any:
 
 
 def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> Tensor | None:
-    """Compute the load-balancing loss of a mixture of experts as TRL does on padded rows; None without such layers.
+    """Compute the load-balancing loss of a mixture of experts, equal to TRL's on padded rows; None without experts.
 
-    Each token counts as often as it occurs in those rows: a token of a shared prompt once for every response.
+    A token counts as often as it occurs in the padded rows: a token of a shared prompt counts once per response.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -228,10 +236,10 @@ def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> T
 def whole_head(model: Any) -> Iterator[dict[str, Any]]:
     """Yield the LM head as keyword arguments of `token_stats`: weight, bias, softcap and scale.
 
-    The head's own forward never runs. If FSDP2 has made the head a unit of its own, its hooks do not run either, so it
-    is unsharded here, and FSDP reduces its gradient in its own precision. (The backward of `DTensor.full_tensor` would
-    not reduce it over the ranks.) A weight that is still a DTensor belongs to tensor parallelism, where every rank
-    computes the same gradient. `token_stats` gathers the pieces of ZeRO-3.
+    The head's own forward is never called, so neither are FSDP2's hooks if the head is a separate FSDP unit. Such a
+    head is unsharded here, and FSDP then reduces its gradient in the precision it is configured for. (The backward of
+    `DTensor.full_tensor` would not reduce it over the ranks.) A weight that is a DTensor even then comes from tensor
+    parallelism, where every rank computes the same gradient. `token_stats` gathers weights partitioned by ZeRO-3.
     """
     layer: Any = model.get_output_embeddings()
     is_sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
@@ -245,7 +253,7 @@ def whole_head(model: Any) -> Iterator[dict[str, Any]]:
         "softcap": softcap,
         "scale": _find_logit_scale(config),
     }
-    if is_sharded and not torch.is_grad_enabled():  # otherwise the backward pass needs it, and reshards it afterwards
+    if is_sharded and not torch.is_grad_enabled():  # with gradients, FSDP reshards it after the backward pass
         layer.reshard()
 
 
@@ -256,7 +264,7 @@ def _gather_tensor(tensor: Any) -> Any:
 
 
 def _find_logit_scale(config: Any) -> float:
-    """Return the factor of the logits, 1 if the configuration names none."""
+    """Return the factor of the logits; 1 if the configuration contains none."""
     for name in SCALE_NAMES:
         factor = getattr(config, name, None)
         if factor is not None:
@@ -266,18 +274,18 @@ def _find_logit_scale(config: Any) -> float:
         return 1.0
     if config.model_type == "hyperclovax":
         return float(scaling)
-    return 1.0 / float(scaling)  # a divisor in all other architectures
+    return 1.0 / float(scaling)  # in all other architectures it is a divisor
 
 
 # ---- attention with a mask of blocks ---------------------------------------------------------------------------------
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """Run FlexAttention for a block mask, and SDPA for any other: generation is unchanged."""
+    """Run FlexAttention if the mask is a block mask, and SDPA otherwise, so that generation is unchanged."""
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):  # before torch 2.13, autocast casts only the inputs of SDPA
+    if torch.is_autocast_enabled(device_type):  # before torch 2.13, autocast casts inputs of SDPA only
         dtype = torch.get_autocast_dtype(device_type)
         query = query.to(dtype)
         key = key.to(dtype)
@@ -290,10 +298,9 @@ AttentionMaskInterface.register("catto", sdpa_mask)
 
 
 def try_flex_attention(model: Any, device: torch.device) -> bool:
-    """Switch the model to FlexAttention for block masks if possible; return whether it uses FlexAttention.
+    """Switch an SDPA model on CUDA to FlexAttention if possible; return whether the model uses FlexAttention.
 
-    It then skips the blocks in which no token may look at another. On CUDA, SDPA is replaced, but only for batches
-    with such a mask.
+    FlexAttention skips blocks in which no token may attend to another. Batches without a block mask still use SDPA.
     """
     base = _unwrap_peft(model)
     if base.config._attn_implementation == "sdpa" and _can_use_flex_attention(base, device):
@@ -305,21 +312,21 @@ def _can_use_flex_attention(base: Any, device: torch.device) -> bool:
     if device.type != "cuda" or not is_triton_available() or not base._supports_flex_attn:
         return False
     device_map = getattr(base, "hf_device_map", None) or {}
-    is_on_one_device = len(set(device_map.values())) < 2  # the mask is not moved between devices
+    is_on_one_device = len(set(device_map.values())) < 2  # a block mask is not moved between devices
     has_dropout = bool(getattr(base.config.get_text_config(), "attention_dropout", 0))
     return is_on_one_device and not has_dropout
 
 
 def sharing_obstacle(model: Any, args: Any = None) -> str | None:
-    """Return why this model can neither share prompts between responses nor pack rows; None if it can.
+    """Return why the model can neither share prompts between responses nor pack rows; None if it can do both.
 
     Args:
         model: The model.
-        args: The arguments of the training, of which NEFTune's noise is read; None without a training.
+        args: The training arguments, which may turn on NEFTune's noise; None outside of training.
     """
     config = model.config.get_text_config()
     if model.config._attn_implementation not in DENSE + SPARSE:
-        return f"attention implementation {model.config._attn_implementation!r} takes no block mask"
+        return f"attention implementation {model.config._attn_implementation!r} does not accept a block mask"
     layer_types = getattr(config, "layer_types", None) or ()
     other_types = set(layer_types) - {"full_attention"}
     if other_types:
@@ -331,7 +338,7 @@ def sharing_obstacle(model: Any, args: Any = None) -> str | None:
         return "its layers depend on the layout of the sequence, not on position ids"
     for adapter in getattr(model, "peft_config", {}).values():
         if adapter.is_prompt_learning or getattr(adapter, "alora_invocation_tokens", None):
-            return "its adapter depends on the tokens of a row, or puts virtual tokens in front of them"
+            return "its adapter depends on the tokens of a row, or prepends virtual tokens to them"
     if getattr(args, "neftune_noise_alpha", None):
         return "NEFTune's noise depends on the length of a row"
     return None

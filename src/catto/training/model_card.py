@@ -1,23 +1,19 @@
-"""What the model card says about the calibration term."""
+"""The text about the calibration term in the model card."""
 
 from __future__ import annotations
 
 import textwrap
 
 from catto.training.config import CATTOConfig
-from catto.training.trl_compat import (
-    TrainerCard,
-    read_dpo_card,
-)
+from catto.training.trl_compat import TrainerCard, read_dpo_card
 
+# Logged metric -> its name in the model card.
 MEASURED = {
     "eval_val_accuracy": "Accuracy",
     "eval_val_ece": "ECE (20 bins)",
     "eval_val_brier": "Brier score",
     "eval_val_nll": "NLL of the gold label",
 }
-
-
 CITATION = textwrap.dedent("""\
     @article{parikh2026catto,
         title  = {{CATTO: Balancing Preferences and Confidence in Language Models}},
@@ -27,9 +23,9 @@ CITATION = textwrap.dedent("""\
 
 
 def describe_objective(config: CATTOConfig) -> TrainerCard:
-    """Return title, citations and tags for the model card: TRL's own if there is no term.
+    """Return title, citations and tags for the model card. Without a calibration term they are TRL's own.
 
-    CATTO's paper is cited where the term is its own or reads its surrogate of correctness.
+    CATTO's paper is cited if the term is the paper's or reads the paper's surrogate of correctness.
     """
     card = read_dpo_card()
     if not config.weight:
@@ -43,5 +39,5 @@ def describe_objective(config: CATTOConfig) -> TrainerCard:
     if config.calibration not in ("outcome", "replay"):
         citation = f"{citation}\n\n{CITATION}"
         tags.append("catto")
-    # No paper id: the card would link one paper only.
+    # Without a paper id: with one, the card would link to one of the two papers only.
     return TrainerCard(title=title, paper={"citation": citation}, tags=[*tags, "calibration"])

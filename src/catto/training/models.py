@@ -1,4 +1,4 @@
-"""A small Qwen3 with a tokenizer of whole words, to train from scratch."""
+"""A small Qwen3 and a word-level tokenizer, to train from scratch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from catto.recipe.settings import ScratchModel
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<turn>")
 ROLES = ("system", "user", "assistant", "\n", " ")
-# A word includes the space before it and a percent sign after it, which halves the number of tokens.
+# A word token includes a preceding space and a following percent sign, which halves the number of tokens.
 PATTERN = r"</?\w+>| ?\w+%?|\s|[^\w\s]"
 TEMPLATE = (
     "{% for message in messages %}<turn>{{ message.role }}\n{{ message.content }}<eos>\n{% endfor %}"
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def word_tokenizer(texts: Iterable[str]) -> Any:
-    """Make a tokenizer whose vocabulary is the words and signs of `texts`; decoding restores the text.
+    """Make a tokenizer whose vocabulary is the words and punctuation marks of `texts`. Decoding restores the text.
 
     >>> tokenizer = word_tokenizer(["one in 5%"])
     >>> tokenizer.decode(tokenizer("one in 5%")["input_ids"])
@@ -37,7 +37,7 @@ def word_tokenizer(texts: Iterable[str]) -> Any:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
     inner.decoder = decoders.Fuse()
-    # Added tokens are cut out of the text before PATTERN splits it, and kept as they are in the decoded text.
+    # Added tokens are separated from the text before PATTERN splits it, and decoded unchanged.
     inner.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,

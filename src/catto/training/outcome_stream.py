@@ -1,4 +1,4 @@
-"""The third stream next to the pairs: which responses each micro-batch scores or replays."""
+"""Choose the sampled responses that each micro-batch scores or replays in addition to its preference pairs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any
 import numpy as np
 
 from catto.training.config import CATTOConfig
-from catto.training.examples import (
-    Example,
-    drop_too_long,
-    with_targets,
-)
+from catto.training.examples import Example, drop_too_long, with_targets
 
 
 class OutcomeStream:
-    """A third stream next to the pairs: endless passes over the examples, each pass in its own order.
+    """An endless stream of examples, in addition to the pairs. It is reshuffled for every pass over the examples.
 
-    The choice depends only on the seed, the step and the position in the step. A killed run therefore resumes with the
-    same examples, whatever the order of accumulation and the number of processes.
+    The choice of examples depends only on the seed, the step and the position in the step. A killed run therefore
+    resumes with the same examples, regardless of gradient accumulation and the number of processes.
     """
 
     def __init__(self, examples: Sequence[Example], config: CATTOConfig) -> None:
@@ -34,9 +30,9 @@ class OutcomeStream:
         self._order = np.arange(0)
 
     def take_examples(self, trainer: Any, pairs: int) -> list[Example]:
-        """Return the examples of this process's next micro-batch of `pairs` pairs.
+        """Return the examples for this process's next micro-batch of `pairs` pairs.
 
-        Each call within one step is taken for the next micro-batch of that step.
+        The first call in a step belongs to its first micro-batch, the second call to the second, and so on.
         """
         args = trainer.args
         step = trainer.state.global_step
@@ -46,13 +42,14 @@ class OutcomeStream:
         else:
             self._micro_batch = 0
         self._step = step
-        micro_batch = step * args.gradient_accumulation_steps + self._micro_batch
+        micro_batch = step * args.gradient_accumulation_steps + self._micro_batch  # counted from the start of training
+        batch_of_process = micro_batch * args.world_size + args.process_index  # counted over all processes
         examples_per_batch = args.per_device_train_batch_size * self.per_pair
-        start = (micro_batch * args.world_size + args.process_index) * examples_per_batch
+        start = batch_of_process * examples_per_batch
         return [self.example_at(start + offset) for offset in range(pairs * self.per_pair)]
 
     def example_at(self, position: int) -> Example:
-        """Return example number `position` of the endless stream."""
+        """Return the example at a position of the endless stream."""
         number_of_pass, index_in_pass = divmod(position, len(self.examples))
         if number_of_pass != self._pass:
             generator = np.random.default_rng((self.seed, number_of_pass))
@@ -62,11 +59,11 @@ class OutcomeStream:
 
 
 def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """Return the stream of the examples that fit; None if there are none or the term has weight 0.
+    """Return a stream of the examples that fit; None if there are no examples or the term has weight 0.
 
     Raises:
-        ValueError: Nothing would read the examples, an option needs examples, they lack the configured target, or all
-            of them are too long.
+        ValueError: The term does not read examples, an option requires examples and there are none, the configured
+            target is missing, or all examples are too long.
     """
     if examples and args.calibration not in ("outcome", "replay"):
         raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
@@ -87,12 +84,12 @@ def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream
 
 
 def _refuse_stream_options(args: CATTOConfig) -> None:
-    """Refuse options that have no effect, or no meaning, without outcome_examples."""
+    """Raise ValueError for options that have no effect or no meaning without outcome_examples."""
     if args.calibration == "replay":
         raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
     if args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:
         raise ValueError(f"outcome_rows_per_pair is {args.outcome_rows_per_pair} but outcome_examples are not given")
     if args.outcome_target != "gold":
         raise ValueError(
-            f"outcome_target is {args.outcome_target!r} but outcome_examples, which hold votes, are not given"
+            f"outcome_target is {args.outcome_target!r} but outcome_examples, which contain the votes, are not given"
         )

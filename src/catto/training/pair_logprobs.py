@@ -1,4 +1,4 @@
-"""Log-probabilities of preference pairs under one model, without training it."""
+"""Compute the log-probabilities of preference pairs under a model, without training it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from catto.training.batches import Row, lay_out_rows
 from catto.training.examples import count_pair_tokens, find_label, preference_columns
 from catto.training.forward import install_head, run_head, sharing_obstacle
 
-# Tokens of a batch, padding included: a batch size for generating, some hundreds with vLLM, would be too large here.
-MOST_TOKENS = 32_768
+# Maximum number of tokens in a batch, with padding. The configured batch size is meant for generation (some hundreds
+# with vLLM) and would be too large here.
+MAX_BATCH_TOKENS = 32_768
 
 
 class TokenizedPair(NamedTuple):
-    """The token ids of a pair, and the index of the label's token in each response; None where answers have none."""
+    """The token ids of a pair, and the index of the label's token in each response; None if answers have no labels."""
 
     question: str
     chosen: Row
@@ -28,23 +29,23 @@ class TokenizedPair(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the longer of its two sequences."""
+        """Number of tokens of the longer of its two sequences, prompt included."""
         longer_response = max(len(self.chosen.completion), len(self.rejected.completion))
         return len(self.chosen.prompt) + longer_response
 
 
 class ReasoningLogprobs(NamedTuple):
-    """The summed log-probabilities of both reasonings; None where they are the same, or end at no label."""
+    """Sums of the log-probabilities of both responses' reasoning; None if it is the same, or there is no label."""
 
     chosen: float | None
     rejected: float | None
 
 
 def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
-    """Tokenize pairs and find their labels; as in training, pairs with more than `max_length` tokens are left out.
+    """Tokenize pairs and find their labels. As in training, pairs longer than `max_length` tokens are left out.
 
     Raises:
-        ValueError: A response gives no readable label although its question has labels.
+        ValueError: A question has labels, but none can be read from a response to it.
     """
     pairs = []
     for row in rows:
@@ -77,13 +78,15 @@ def pair_logprobs(
     batch_size: int = 16,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[PairLogprobs]:
-    """Sum the log-probabilities of both responses of every pair, with the fused head: no logits are held.
+    """Sum the log-probabilities of both responses of every pair. The logits are never kept in memory.
 
     Args:
-        model: A causal language model. `install_head` adds keywords to its forward, and it is left in evaluation mode.
+        model: A causal language model. `install_head` adds keyword arguments to its forward. The model is left in
+            evaluation mode.
         pairs: N tokenized pairs.
-        pad: Token id that fills up the rows of a batch.
-        batch_size: Maximum number of responses in a batch; long ones make it smaller. A pair is never split.
+        pad: Token id used to pad the rows of a batch.
+        batch_size: Maximum number of responses in a batch. There are fewer if they are long, but always at least one
+            pair.
         progress: Called with the number of finished pairs and the number of all pairs.
 
     Returns:
@@ -91,13 +94,13 @@ def pair_logprobs(
     """
     install_head(model)
     model.eval()
-    shared = sharing_obstacle(model) is None
+    can_share_prompts = sharing_obstacle(model) is None
     scored: dict[int, PairLogprobs] = {}
     for numbers in _plan_batches(pairs, batch_size):
         rows: list[Row] = []
         for number in numbers:
             rows += [pairs[number].chosen, pairs[number].rejected]
-        logprobs = _score_tokens(model, rows, pad, shared=shared)
+        logprobs = _score_tokens(model, rows, pad, share_prompts=can_share_prompts)
         for index, number in enumerate(numbers):
             chosen = logprobs[2 * index]
             rejected = logprobs[2 * index + 1]
@@ -108,26 +111,26 @@ def pair_logprobs(
 
 
 def _plan_batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
-    """Yield the numbers of the pairs of each batch.
+    """Yield the indices of the pairs of each batch.
 
-    Pairs of similar length share a batch, so that little is padding. The longest come first, where memory may not
-    suffice.
+    Pairs of similar length share a batch, to avoid padding. The longest come first, so that a lack of memory shows at
+    once.
     """
     order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
     first = 0
     while first < len(order):
         longest = pairs[order[first]].tokens
-        fitting_responses = min(batch_size, MOST_TOKENS // longest)
+        fitting_responses = min(batch_size, MAX_BATCH_TOKENS // longest)
         fitting_pairs = max(1, fitting_responses // 2)  # a pair is never split
         yield order[first : first + fitting_pairs]
         first += fitting_pairs
 
 
 @torch.no_grad()
-def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) -> list[list[float]]:
-    """Return the log-probability of every token of each completion. `shared` computes each prompt once."""
-    batch = lay_out_rows(rows, [], scored=len(rows), pad=pad, shared=shared).to(model.device)
-    all_logprobs = run_head(model, batch).stats.target.tolist()  # of all rows, one after the other
+def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, share_prompts: bool) -> list[list[float]]:
+    """Return the log-probability of every token of each row's completion."""
+    batch = lay_out_rows(rows, [], scored=len(rows), pad=pad, shared=share_prompts).to(model.device)
+    all_logprobs = run_head(model, batch).stats.target.tolist()  # the tokens of the first row, then of the second, ...
     logprobs_by_row = []
     start = 0
     for length in batch.lengths:
@@ -137,9 +140,9 @@ def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, shared: bool) ->
 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
-    """Sum the log-probabilities of each response after the common beginning of both; see `PairLogprobs`.
+    """Sum the log-probabilities of each response after the common beginning of both, see `PairLogprobs`.
 
-    chosen, rejected: The log-probability of every token of the responses.
+    chosen, rejected: The log-probability of every token of the two responses.
     """
     common = count_common(list(pair.chosen.completion), list(pair.rejected.completion))
     reasoning = ReasoningLogprobs(None, None)
@@ -155,12 +158,14 @@ def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[f
 
 
 def _sum_reasoning(chosen: Sequence[float], rejected: Sequence[float], *, common: int) -> ReasoningLogprobs:
-    """Sum the log-probabilities of two reasonings after their common beginning; None if both are the same.
+    """Sum the log-probabilities of the reasoning of two responses after its common beginning; None if it is the same.
 
-    common: How many first tokens the two responses have in common; the reasonings may be shorter.
+    chosen, rejected: The log-probability of every token of the reasoning.
+    common: Number of first tokens that the two responses have in common. The reasoning may be shorter.
     """
     common_reasoning = min(common, len(chosen), len(rejected))
-    reasonings_differ = common_reasoning < max(len(chosen), len(rejected))
-    if not reasonings_differ:
+    longer_reasoning = max(len(chosen), len(rejected))
+    is_same_reasoning = common_reasoning == longer_reasoning
+    if is_same_reasoning:
         return ReasoningLogprobs(None, None)
     return ReasoningLogprobs(sum(chosen[common_reasoning:]), sum(rejected[common_reasoning:]))

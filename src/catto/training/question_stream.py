@@ -1,9 +1,9 @@
-"""The stream of `outcome` for pairs without labels: the start model's own responses to questions with known answers.
+"""Sample the responses that the `outcome` term trains on: the start model's own, to questions with known answers.
 
-One response per question is trained on, up to its label; with votes, further samples show which labels the start model
-gives. A response to a question without options is graded, and the judgement of its answer is trained on: P(True).
-Everything is sampled once, before training, and stored. A later run with the same model, questions and settings reads
-the file.
+For each question, one response is trained on, up to its label. If samples vote, further samples show how often the
+start model gives each label. If the questions have no options, each answer is graded, and the model's judgement of its
+answer, P(True), is trained on. Everything is sampled once, before training, and stored. A later run with the same
+model, questions and settings reads the stored file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
@@ -24,7 +24,7 @@ from catto.io.record_files import read_records
 from catto.io.text_files import parse_object, read_lines
 from catto.predict import generate, read
 from catto.prompts import prompt_ids, render_messages
-from catto.records import SPLITS, Question, SftRow, content_hash
+from catto.records import SPLITS, Prediction, Question, SftRow, content_hash
 from catto.tasks import from_file, load_questions
 from catto.tasks.own_file import propose, task_name
 from catto.teacher import ask, write_rows
@@ -35,12 +35,12 @@ from catto.training.config import CATTOConfig
 from catto.training.examples import Example, Label, make_examples
 
 logger = logging.getLogger(__name__)
-FOLDER = "calibration_responses"  # in the output folder of a training
-MAX_TOKENS = 512  # as in `catto.evaluate`
+FOLDER = "calibration_responses"  # in the output folder of a training run
+MAX_TOKENS = 512  # the default of `catto.evaluate`
 
 
 class SamplingSettings(TypedDict):
-    """How the questions are asked: as `catto.evaluate` asks them, at temperature 1."""
+    """How the questions are asked: as in `catto.evaluate`, but at temperature 1."""
 
     k: int
     temperature: float
@@ -50,15 +50,15 @@ class SamplingSettings(TypedDict):
 
 
 def load_calibration_questions(source: Sequence[Question] | str) -> list[Question]:
-    """Return the questions of a file, or those that are given.
+    """Return the questions of a file or a sequence.
 
     Args:
-        source: Questions, or a file of them: `catto.records.Question` records, or a table of multiple-choice questions
-            whose fields have usual names, such as `question`, `choices` and `answer`.
+        source: Questions, or the path of a file with questions: `catto.records.Question` records, or a table of
+            multiple-choice questions whose fields have common names, such as `question`, `choices` and `answer`.
 
     Raises:
-        DataError: The file is missing or broken, or the meaning of its fields is unclear.
-        ValueError: There is no question.
+        DataError: The file is missing or damaged, or the meaning of its fields is unclear.
+        ValueError: There are no questions.
     """
     if not isinstance(source, str):
         questions = list(source)
@@ -75,14 +75,16 @@ def is_question_file(path: Path) -> bool:
     """Return whether the first line of a file is a `Question` record."""
     if path.suffix != ".jsonl":
         return False
-    for row, line in read_lines(path):
-        fields = parse_object(path, row, line)
-        return {"id", "task", "fields", "options", "gold"} <= fields.keys()
-    return False
+    first = next(read_lines(path), None)
+    if first is None:
+        return False
+    row, line = first
+    fields = parse_object(path, row, line)
+    return {"id", "task", "fields", "options", "gold"} <= fields.keys()
 
 
 def read_own_questions(file: str) -> list[Question]:
-    """Return all questions of a user's own file; its fields are found by their names and values."""
+    """Return all questions of a user's own file. Its fields are recognized by their names and values."""
     fields = propose({"train": file})
     logger.info("calibration_questions: %s is read with the fields %s", file, fields)
     task = from_file(file, fields=fields, name=task_name(file))
@@ -93,7 +95,7 @@ def read_own_questions(file: str) -> list[Question]:
 
 
 def sampling_settings(config: CATTOConfig) -> SamplingSettings:
-    """Return how the start model is sampled: several times if samples vote, otherwise once."""
+    """Return how to sample the start model: several times per question if samples vote, otherwise once."""
     max_tokens = MAX_TOKENS
     if config.max_length is not None:
         max_tokens = min(MAX_TOKENS, config.max_length)
@@ -123,19 +125,23 @@ def sample_stream(
     max_length: int | None = None,
     batch_size: int = 16,
 ) -> list[Example]:
-    """Sample responses to the questions and make them ready to train on.
+    """Sample responses to the questions and prepare them for training.
 
     Args:
         model: The start model, loaded.
         tokenizer: Its tokenizer, with a chat template.
         questions: Questions, all with options or all without.
-        settings: How they are asked.
-        folder: Where the responses are stored, or read from if they are there.
+        settings: How the questions are asked.
+        folder: Where the responses are stored. Responses that are already stored there are reused.
         max_length: Maximum number of tokens of prompt and response; longer reasoning is truncated.
-        batch_size: Responses that are generated at once.
+        batch_size: Number of responses that are generated at once.
 
     Returns:
-        One example per question, in their order, with votes as its target where k is above 1.
+        One example per question, in their order. If k is above 1, the shares of the votes are its target. Questions
+        whose prompt leaves no room for an answer are left out and logged.
+
+    Raises:
+        ValueError: Only some of the questions have options.
     """
     engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
     with_options = [question for question in questions if question.has_labels]
@@ -146,10 +152,7 @@ def sample_stream(
     generations = generate(engine, questions, out=folder / "generations.jsonl", **settings)
     votes: dict[str, Counter[str]] = {}
     if settings["k"] > 1:
-        for prediction in read(engine, questions, generations, **settings):
-            if prediction.label is not None:
-                question_votes = votes.setdefault(prediction.question, Counter())
-                question_votes[prediction.label] += 1
+        votes = count_votes(read(engine, questions, generations, **settings))
     first_generations = {generation.question: generation for generation in generations if generation.sample == 0}
     examples = []
     for question in questions:
@@ -161,6 +164,16 @@ def sample_stream(
         left_out = len(questions) - len(examples)
         logger.warning("left out %d of %d calibration questions: no room for an answer", left_out, len(questions))
     return examples
+
+
+def count_votes(predictions: Iterable[Prediction]) -> dict[str, Counter[str]]:
+    """Return question -> label -> number of samples that give it. Samples without a label do not vote."""
+    votes: dict[str, Counter[str]] = {}
+    for prediction in predictions:
+        if prediction.label is not None:
+            question_votes = votes.setdefault(prediction.question, Counter())
+            question_votes[prediction.label] += 1
+    return votes
 
 
 def sample_judgements(
@@ -176,16 +189,19 @@ def sample_judgements(
     Args:
         engine: The engine with the start model.
         questions: Questions with accepted answers.
-        settings: How they are asked.
-        folder: Where the responses are stored, or read from if they are there.
+        settings: How the questions are asked.
+        folder: Where the responses are stored. Responses that are already stored there are reused.
         max_length: Maximum number of tokens of a judgement, with the question and the answer; longer ones are dropped.
 
     Returns:
-        One example per question whose response has an answer. Its labels are True and False, and its gold label says
-        whether the answer is right.
+        One example per question whose response contains an answer. Its labels are True and False, and its gold label
+        tells whether the answer is right.
+
+    Raises:
+        ValueError: The settings ask for votes, or no response contains an answer.
     """
     if settings["k"] > 1:
-        raise ValueError("outcome_target: votes are of labels, and the calibration questions have no options")
+        raise ValueError("outcome_target: votes need labels, and the calibration questions have no options")
     temperature = settings["temperature"]
     sampling = ModelSampling(
         n=1,
@@ -211,13 +227,13 @@ def make_example(
     votes: Counter[str] | None,
     max_length: int | None,
 ) -> Example | None:
-    """Make an example of a response up to its label.
+    """Make an example from a response, up to its label.
 
     Args:
         engine: The engine that sampled the response.
         question: The question.
-        generation: The response. If it gives no answer, the answer tag is added.
-        votes: How often each label was given; None without votes.
+        generation: The response. If it gives no answer, an answer tag is appended.
+        votes: Number of samples that gave each label; None without votes.
         max_length: Maximum number of tokens of prompt and response.
 
     Returns:
@@ -225,38 +241,52 @@ def make_example(
     """
     prompt = list(prompt_ids(engine.tokenizer, render_messages(question, reasoning=True)))
     limits = [limit for limit in (engine.positions, max_length) if limit is not None]
-    room = min(limits, default=math.inf) - len(prompt) - 1  # the label's own token
-    place = find_place(engine, question, generation, room)
-    if place is None:
+    room = min(limits, default=math.inf) - len(prompt) - 1  # one token is reserved for the label
+    position = find_label_position(engine, question, generation, room)
+    if position is None:
         return None
-    candidates = [place.paths[label][0] for label in question.labels]
+    candidates = [position.paths[label][0] for label in question.labels]
     gold = question.labels.index(question.gold)
     target = None
     if votes is not None:
         total = sum(votes.values())
         target = tuple(votes[label] / total for label in question.labels)
-    completion = [*place.ids, candidates[gold]]  # nothing reads the label's own token
-    return Example(question.id, Row(prompt, completion), Label(len(place.ids), candidates, gold, target))
+    completion = [*position.ids, candidates[gold]]  # the label's own token is a placeholder, which is never read
+    return Example(question.id, Row(prompt, completion), Label(len(position.ids), candidates, gold, target))
 
 
-def find_place(
+def find_label_position(
     engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
 ) -> LabelPosition | None:
-    """Find where a response answers, or close it within `room` tokens; training needs one token per label."""
+    """Find the position of a response's label; if it has none that can be trained on, close the response with one.
+
+    Args:
+        engine: The engine that sampled the response.
+        question: The question.
+        generation: The response.
+        room: Maximum number of tokens of the response up to its label.
+
+    Returns:
+        A position at which every label is a single token, as training requires; None if there is no room for an
+        answer.
+
+    Raises:
+        ValueError: Labels begin with the same token.
+    """
     ids = generation.token_ids or ()
     labels = question.labels
     texts = [option.text for option in question.options]
     is_cut = generation.finish_reason == "length"
     with suppress(UnreadableLabelError):
-        place = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
-        if place is not None and place.needed_length <= room and has_one_token_each(place, labels):
-            return place
+        position = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
+        if position is not None and position.needed_length <= room and has_single_tokens(position, labels):
+            return position
     closed = close_token_ids(engine.tokenizer, ids, labels, room)
-    if closed is not None and not has_one_token_each(closed, labels):
+    if closed is not None and not has_single_tokens(closed, labels):
         raise ValueError(f"question {question.id}: labels {', '.join(labels)} begin with the same token")
     return closed
 
 
-def has_one_token_each(place: LabelPosition, labels: Sequence[str]) -> bool:
-    """Whether one token tells each label from the others at this place."""
-    return all(label in place.paths and len(place.paths[label]) == 1 for label in labels)
+def has_single_tokens(position: LabelPosition, labels: Sequence[str]) -> bool:
+    """Return whether a single token distinguishes each label from the others at this position."""
+    return all(label in position.paths and len(position.paths[label]) == 1 for label in labels)

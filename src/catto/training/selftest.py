@@ -1,7 +1,7 @@
-"""Compare what training computes on this device with plain references: `catto doctor --selftest`.
+"""Compare the computations of training on this device with plain reference computations: `catto doctor --selftest`.
 
-A reference uses none of our head, layouts or trainer. On the CPU, in fp32, one unpadded sequence at a time goes
-through the model's own forward and the full log-softmax, and the losses are written out.
+The references do not use our head, layouts or trainer. They run on the CPU in fp32: each sequence goes unpadded through
+the model's own forward and the full log-softmax, and the losses are written out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from catto.training.monitor import compute_label_logprobs
 from catto.training.trainer import CATTOTrainer
 
 Pair = Mapping[str, Sequence[int]]
-# Computes our values, and our gradient if there is one.
+# Returns our values, and our gradient if the check has one.
 Computation = Callable[[], Sequence[Tensor]]
 
 
@@ -40,8 +40,8 @@ class CheckBounds(NamedTuple):
     gradient: float
 
 
-# In bf16 the head loses nothing against the rounded inputs. The bounds of a bf16 step are three times the distances
-# measured on a CPU.
+# In bf16 the head is compared with a reference on inputs that are rounded alike, so its values keep the fp32 bound. The
+# bounds of a bf16 step are three times the distances measured on a CPU.
 BOUNDS = {
     "fp32": {
         "head": CheckBounds(values=1e-4, gradient=1e-4),
@@ -55,14 +55,14 @@ BOUNDS = {
     },
 }
 LABEL_TOKENS = [8, 9, 10, 11]
-FIRST_WORD = 8  # the tokens before it are special
+FIRST_WORD = 8  # lower token ids are special tokens
 TIMED_ROUNDS = 3
-# Kind of step -> whether prompts are shared; None is TRL's own step.
+# Kind of step -> whether prompts are shared; None means TRL's own step.
 STEP_KINDS = {"trl": None, "catto": False, "shared": True}
 
 
 class ModelSize(NamedTuple):
-    """The size of the model and of the batch: a few seconds of work."""
+    """The size of the model and the batch, chosen such that the test takes a few seconds."""
 
     pairs: int
     prompt_tokens: int
@@ -77,14 +77,14 @@ ACCELERATOR_SIZE = ModelSize(pairs=4, prompt_tokens=160, response_tokens=64, wor
 
 
 def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
-    """Check the head, the label log-probabilities and two kinds of steps, and time the steps next to TRL's.
+    """Check the head, the label log-probabilities and two kinds of training steps; time the steps and TRL's own.
 
     Args:
-        bf16: Whether to compute in bf16; None is the default of training on this device.
+        bf16: Whether to compute in bf16; None means the default of training on this device.
 
     Returns:
-        `ok`; `checks`, each with name, error, bound, ok and problem; `milliseconds` of every kind of step; `device`,
-        `precision` and `attention`.
+        A dictionary with `ok`, `device`, `precision` and `attention`; `checks`, each with name, error, bound, ok and
+        problem; and the `milliseconds` of every kind of step, empty if a check failed.
     """
     use_cpu = not torch.accelerator.is_available()
     size = CPU_SIZE if use_cpu else ACCELERATOR_SIZE
@@ -136,7 +136,7 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
 
 
 def _make_model(tokenizer: Any, size: ModelSize, seed: int) -> Any:
-    """Make a random model whose weights are scaled up, so that its distributions are far from uniform."""
+    """Make a random model. Its weights are scaled up, so that its distributions are far from uniform."""
     shape = ScratchModel(layers=size.layers, width=size.width, heads=size.width // 64, intermediate=2 * size.width)
     model = scratch_model(tokenizer, shape, seed)
     scale = 90 / size.width**0.5
@@ -160,17 +160,18 @@ def _draw_pairs(size: ModelSize, generator: torch.Generator) -> list[dict[str, l
 def _compare(
     name: str, compute_ours: Computation, expected: Sequence[Tensor], bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """Yield the distance of our values and gradient from the expected ones; an exception is a failed check."""
+    """Yield a check for our values and one for our gradient, if there is one. An exception is a failed check."""
     failed = {"name": name, "error": None, "bound": bounds.values, "ok": False, "problem": None}
     try:
         ours = compute_ours()
-    except Exception as error:  # of any kind: the report names it
+    except Exception as error:  # an error of any kind is reported as the problem
         first_line = str(error).strip().partition("\n")[0]
         yield {**failed, "problem": f"{type(error).__name__}: {first_line}"}
         return
-    for part, actual_part, expected_part in zip(CheckBounds._fields, ours, expected, strict=False):
+    # Not strict: some checks have values only.
+    for part, our_part, expected_part in zip(CheckBounds._fields, ours, expected, strict=False):
         bound = getattr(bounds, part)
-        distance = float((actual_part - expected_part).norm() / expected_part.norm())
+        distance = float((our_part - expected_part).norm() / expected_part.norm())
         check = {**failed, "name": f"{name} {part}", "bound": bound, "ok": distance < bound}
         if math.isfinite(distance):
             check["error"] = distance
@@ -180,23 +181,26 @@ def _compare(
 
 
 def _with_gradient(values: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the values, and the gradient of their mean, as two vectors."""
+    """Return the values and the gradient of their mean, each as a vector."""
     gradients = torch.autograd.grad(values.mean(), tuple(parameters))
     return [_flatten([values]), _flatten(gradients)]
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Join tensors to one vector of float64 on the CPU."""
+    """Concatenate tensors into one vector, in float64 on the CPU."""
     return torch.cat([tensor.detach().flatten().double().cpu() for tensor in tensors])
 
 
-# ---- ours, on the device ---------------------------------------------------------------------------------------------
+# ---- our computations, on the device ---------------------------------------------------------------------------------
 
 
 def _run_step(trainer: Any, shares_prompts: bool | None) -> tuple[list[Tensor], float]:
-    """Return the loss and the gradient of a step, and its seconds. None runs TRL's own step, without a term."""
+    """Return the loss and the gradient of a step, and its duration in seconds.
+
+    shares_prompts: Whether prompts are shared; None runs TRL's own step, without a calibration term.
+    """
     trainer.args.prefix_sharing = bool(shares_prompts)
-    trainer._arrangement = None
+    trainer._arrangement = None  # chosen anew at the next batch
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.model.train()
     start = time.perf_counter()
@@ -212,7 +216,7 @@ def _run_step(trainer: Any, shares_prompts: bool | None) -> tuple[list[Tensor], 
 
 
 def _time_steps(trainer: Any) -> dict[str, float]:
-    """Return the median milliseconds of every kind of step; the kinds take turns."""
+    """Return the median duration of every kind of step, in milliseconds. The kinds are timed alternately."""
     seconds: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
     for _ in range(TIMED_ROUNDS):
         for kind, shares_prompts in STEP_KINDS.items():
@@ -244,7 +248,7 @@ def _check_labels(trainer: Any, policy: Any, pairs: Sequence[Pair], bounds: Chec
 def _check_head(
     size: ModelSize, config: CATTOConfig, generator: torch.Generator, bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """Check the two numbers of the head on random hidden states, in the precision of training."""
+    """Check the head's target and rival log-probabilities on random hidden states, in the precision of training."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     tokens = size.pairs * size.response_tokens
     hidden = torch.randn(tokens, size.width, generator=generator).to(dtype)
@@ -269,7 +273,7 @@ def _check_head(
 
 
 def _target_and_rival(logprobs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the targets and of their rivals, both (T,). logprobs: (T, V), targets: (T,)."""
+    """Return the log-probabilities of the targets and of their rivals, (T,) each. logprobs: (T, V), targets: (T,)."""
     column = targets.unsqueeze(-1)
     target = logprobs.gather(-1, column).squeeze(-1)
     rival = logprobs.scatter(-1, column, -torch.inf).amax(-1)
@@ -284,7 +288,7 @@ def _token_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int]
 
 
 def _reference_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tensor:
-    """Mean over pairs of DPO's loss (beta 0.1) + 0.1 x CATTO's term, in which l(c, 1 - s) = 1 - l(c, s)."""
+    """Return the mean over pairs of DPO's loss (beta 0.1) + 0.1 x CATTO's term, using l(c, 1 - s) = 1 - l(c, s)."""
     losses = []
     for pair in pairs:
         log_ratios = []

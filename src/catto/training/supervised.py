@@ -1,7 +1,7 @@
 """Supervised training on correct traces: SFT with or without label smoothing, CFT and RCFT.
 
-The loss is the token mean over the whole global batch, whatever the accumulation: Transformers counts the tokens of
-all micro-batches of a step beforehand. RCFT's term is a mean over samples.
+The loss is the mean over all tokens of the global batch, independent of gradient accumulation: Transformers counts the
+tokens of all micro-batches before each step. RCFT's term is a mean over samples.
 """
 
 from __future__ import annotations
@@ -29,29 +29,41 @@ from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missin
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10
-# Confidence (label-restricted) and correctness of the model's own greedy answers on held-out questions. An answer
-# whose confidence cannot be read has None: it is left out of the bins and counted.
+# Takes the model and returns the confidence (label-restricted) and the correctness of its own greedy answers to
+# held-out questions. A confidence that cannot be read is None; such answers are counted and left out of the bins.
 Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
 def collate_examples(examples: Sequence[TokenizedRow], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
-    """Make the batch of one forward; Transformers counts the tokens of a step by its labels."""
+    """Make the batch of one forward pass.
+
+    Args:
+        examples: The rows to train on.
+        pad: Token id used for padding.
+        reads_labels: Whether to compute the label probabilities of the rows that are `Example`s.
+        packed: Whether to pack rows into one line.
+
+    Returns:
+        `batch`, `names` of the questions, and the targets twice, by which Transformers counts the tokens of a step.
+    """
     queries = []
     if reads_labels:
         queries = label_queries([example for example in examples if isinstance(example, Example)])
     rows = [example.row for example in examples]
     batch = lay_out_rows(rows, queries, len(rows), pad, shared=packed, packed=packed)
     names = [example.question for example in examples]
-    # `shift_labels`, since Transformers leaves the first of `labels` out of its count
+    # Transformers does not count the first of `labels`, but it prefers to count `shift_labels`.
     return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
 
 
 @dataclass
 class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
-    """Transformers' arguments, with TRL's name for a layout of the batch."""
+    """Transformers' training arguments and `padding_free`, which has the same name in TRL."""
 
     padding_free: bool | None = option(
-        None, "Whether rows are packed into one line. None: on CUDA, with FlexAttention."
+        None,
+        "Whether to pack rows into one line instead of padding them. None packs on CUDA if the model can use "
+        "FlexAttention.",
     )
 
     def __post_init__(self) -> None:
@@ -60,9 +72,20 @@ class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
 
 
 class SupervisedTrainer(MonitoredTrainer):
-    """Cross-entropy on the completions, with label smoothing `epsilon` and, given `bins`, RCFT's term."""
+    """Trains with cross-entropy on the completions, optionally with label smoothing and RCFT's term.
 
-    loss_is_scaled_for_ga = True
+    Args:
+        model: The model.
+        args: The training arguments.
+        examples: Rows to train on; with RCFT's term they must be `Example`s.
+        processing_class: The tokenizer.
+        validation: Examples on which `evaluate` measures label confidence, see `MonitoredTrainer`.
+        epsilon: Label smoothing, in [0, 1].
+        bins: The accuracies that RCFT's term compares with; None for training without the term.
+        rcft_weight: Weight of RCFT's term.
+    """
+
+    loss_is_scaled_for_ga = True  # Transformers must not divide the loss by the accumulation steps
 
     def __init__(
         self,
@@ -84,7 +107,7 @@ class SupervisedTrainer(MonitoredTrainer):
         self.epsilon = epsilon
         self.bins = bins
         self.rcft_weight = rcft_weight
-        self._step_samples: float | Tensor | None = None  # a process's mean share of the step's samples
+        self._step_samples: float | Tensor | None = None  # samples of the current step, averaged over processes
         args.remove_unused_columns = False
         args._n_gpu = min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
         forward.install_head(model)
@@ -107,7 +130,7 @@ class SupervisedTrainer(MonitoredTrainer):
                 processing_class=processing_class,
                 callbacks=callbacks,
             )
-        self.model_accepts_loss_kwargs = True  # so that Transformers counts the tokens of a step
+        self.model_accepts_loss_kwargs = True  # makes Transformers count the tokens of a step
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -118,11 +141,11 @@ class SupervisedTrainer(MonitoredTrainer):
         if self.epsilon:
             extras = ("mean_logit",)
         output = forward.run_head(model, batch, extras)
-        # Gradients are averaged over processes afterwards, so each divides by its share of the step's tokens.
+        # Gradients are averaged over processes later, so the divisor is the number of tokens per process.
         tokens = max(len(batch.targets), 1)
         if num_items_in_batch is not None:
-            across = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            tokens = num_items_in_batch / across
+            counted_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            tokens = num_items_in_batch / counted_processes
         loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
         if self.bins is not None and output.labels is not None:
             samples_per_process = self._step_samples
@@ -131,7 +154,7 @@ class SupervisedTrainer(MonitoredTrainer):
             bin_accuracy = self.bins.to_tensor(like=loss)
             rcft_sum = rcft_loss(output.labels, bin_accuracy).sum()
             loss = loss + self.rcft_weight * rcft_sum / samples_per_process
-        if output.aux_loss is not None:  # load balancing of a mixture of experts, as the model's own loss has it
+        if output.aux_loss is not None:  # load balancing of a mixture of experts, as in the model's own loss
             weight = self.model.config.get_text_config().router_aux_loss_coef
             loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
         names = inputs["names"]
@@ -141,7 +164,7 @@ class SupervisedTrainer(MonitoredTrainer):
         return loss
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Take the micro-batches of a step and count their samples, as Transformers counts their tokens."""
+        """Return the micro-batches of a step, and count their samples as Transformers counts their tokens."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         samples = sum(len(batch["names"]) for batch in batches)
         self._step_samples = self.mean_over_processes(samples, device)
@@ -149,27 +172,28 @@ class SupervisedTrainer(MonitoredTrainer):
 
 
 class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """RCFT's E-step: accuracy of every confidence bin, estimated at the start of every epoch.
+    """RCFT's E-step: the accuracy of every confidence bin, estimated at the start of every epoch.
 
-    It is estimated on the model's own greedy answers to held-out questions: after gold reasoning every bin would look
-    right. The estimate is part of the checkpoint, so that a run killed inside an epoch resumes with it.
+    The estimate uses the model's own greedy answers to held-out questions, since after gold reasoning every bin would
+    look accurate. It is part of the checkpoint, so that a run killed within an epoch resumes with the same estimate.
     """
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
-        self.accuracy: list[float | None] | None = None  # None in a bin without answers
-        self.epoch = -1
+        self.accuracy: list[float | None] | None = None  # one per bin, None in a bin without answers
+        self.epoch = -1  # the epoch of the estimate
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the estimate of the checkpoint that training resumes from."""
+        """Restore the estimate from the checkpoint if training resumes from one."""
         own_state = state.stateful_callbacks.get(type(self).__name__, {})
         stored = own_state.get("attributes", {})
-        if state.global_step and stored.get("accuracy") is not None:
+        is_resumed = state.global_step > 0
+        if is_resumed and stored.get("accuracy") is not None:
             self.accuracy = stored["accuracy"]
             self.epoch = stored["epoch"]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Estimate, unless this epoch's estimate came with the checkpoint."""
+        """Estimate the accuracies, unless this epoch's estimate was restored from the checkpoint."""
         epoch = int(state.epoch or 0)
         if epoch == self.epoch:
             return
@@ -188,12 +212,12 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         left_out = len(all_confidences) - len(confidence)
         if left_out:
             logger.warning(
-                "RCFT: %d of %d answers have no probability of every label and are left out of the bins",
+                "RCFT: %d of %d answers lack the probability of a label and are left out of the bins",
                 left_out,
                 len(all_confidences),
             )
         if not confidence:
-            raise ValueError("RCFT's bins need the probability of every label, and no held-out answer has it")
+            raise ValueError("RCFT's bins need the probabilities of all labels, and no held-out answer has them")
         bins = reliability(np.asarray(confidence), np.asarray(correct), RCFT_BINS)
         accuracy: list[float | None] = []
         for bin_accuracy, count in zip(bins.accuracy, bins.count, strict=True):
@@ -201,12 +225,12 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         return accuracy
 
     def to_tensor(self, like: Tensor) -> Tensor:
-        """Return the accuracy of every bin, nan in an empty one, with the dtype and device of `like`. (M,)."""
+        """Return the accuracies of the M bins (M,), nan for an empty bin, with the dtype and device of `like`."""
         if self.accuracy is None:
             raise ValueError("RCFT's bins have not been estimated")
         values = [math.nan if accuracy is None else accuracy for accuracy in self.accuracy]
         return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
 
     def state(self) -> dict[str, Any]:
-        """Return what the checkpoint stores."""
+        """Return the state to store in the checkpoint."""
         return {"args": {}, "attributes": {"accuracy": self.accuracy, "epoch": self.epoch}}

@@ -1,4 +1,4 @@
-"""The calibration terms of a batch: from token statistics or label probabilities to a scalar and numbers to log."""
+"""Compute the calibration term of a batch, and numbers to log, from token statistics or label probabilities."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CalibrationTerm(NamedTuple):
 
 
 def surrogate_term(stats: TokenStats, mask: Tensor, config: CATTOConfig) -> CalibrationTerm:
-    """Compute the mean over pairs of the term on y+ plus the term on y- (paper Eq. 7).
+    """Compute a term that compares confidence with the surrogate: the mean over pairs of y+'s plus y-'s (paper Eq. 7).
 
     Args:
-        stats: Statistics of the 2 B responses, (2 B, T) each, chosen first.
+        stats: Statistics of the 2 B responses, (2 B, T) each, chosen responses first.
         mask: Tokens that the term reads, (2 B, T).
-        config: Names the term and its options.
+        config: The configuration, which names the term and its options.
     """
     half = mask.shape[0] // 2
     chosen = loss_per_response(stats[:half], mask[:half], config, preferred=True)
@@ -59,7 +59,7 @@ def loss_per_response(stats: TokenStats, mask: Tensor, config: CATTOConfig, *, p
 
 
 def sft_loss(logprobs: Tensor, completion_mask: Tensor) -> Tensor:
-    """Compute the mean cross-entropy over all tokens of the chosen responses, like TRL's `sft`.
+    """Compute the mean cross-entropy over all tokens of the chosen responses, as TRL's loss type `sft` does.
 
     Args:
         logprobs: Log-probabilities (2 B, L - 1), chosen responses first.
@@ -71,7 +71,7 @@ def sft_loss(logprobs: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def replay_term(logprobs: Sequence[Tensor]) -> CalibrationTerm:
-    """Compute the mean over responses of the cross-entropy per token. logprobs: (T_i,) of each response."""
+    """Compute the mean over responses of the cross-entropy per token. logprobs: (T_i,) for each response."""
     means = [response.mean() for response in logprobs]
     loss = -torch.stack(means).mean()
     return CalibrationTerm(loss, {"calibration/replay": loss})
@@ -85,18 +85,19 @@ def outcome_term(
     Args:
         labels: Log-probabilities of the labels, (M, K).
         gold: Index of the right label, (M,).
-        rate: Correctness rate of each question, (B,). If given, the M = 2 B labels are those of the pairs: y+ is
-            weighted by the rate and y- by one minus the rate, and the mean is over pairs.
-        config: Names the score.
-        target: Distributions to score against in place of gold, (M, K).
+        rate: Correctness rate of each pair's question, (B,), if the labels are those of the pairs (M = 2 B). Then y+
+            is weighted by the rate and y- by one minus the rate, and the mean is taken over pairs.
+        config: The configuration, which names the score.
+        target: Distributions to score against instead of gold, (M, K).
     """
     weights = None
     if rate is not None:
         weights = torch.cat([rate, 1 - rate]).to(labels.dtype)
-    aim = gold
+    gold_or_target = gold
     if target is not None:
-        aim = target.to(labels)
-    losses = outcome_loss(labels, aim, score=config.outcome_score, weights=weights)  # type: ignore[arg-type]
+        gold_or_target = target.to(labels)
+    score = config.outcome_score
+    losses = outcome_loss(labels, gold_or_target, score=score, weights=weights)  # type: ignore[arg-type]
     if rate is None:
         loss = losses.mean()
     else:

@@ -1,15 +1,16 @@
-"""`CATTOTrainer`: TRL's DPOTrainer with a calibration term, one policy forward per step.
+"""`CATTOTrainer`: TRL's DPOTrainer with a calibration term and one forward pass of the policy per step.
 
-With calibration none or weight 0, and neither prefix sharing nor packing, everything is TRL's own code and the loss is
-TRL's to the last bit. Otherwise TRL's loss receives a `Policy` in the model's place, which runs our head once and
-returns the fields that TRL reads. The term is added to TRL's loss. Private parts of TRL are in `trl_compat`.
+With calibration none or weight 0, and without prefix sharing, packing or a preference loss on the reasoning only, TRL's
+own code runs and the loss is bit-identical to TRL's. Otherwise TRL's loss receives a `Policy` in place of the model. It
+runs our head once and returns the fields that TRL reads. The term is then added to TRL's loss. TRL's private parts are
+only used in `trl_compat`.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -64,11 +65,17 @@ logger = logging.getLogger(__name__)
 
 
 class Policy:
-    """Takes the model's place in TRL's loss: calls it once through our head and keeps the statistics."""
+    """Replaces the model in TRL's loss: runs the model once with our head, and keeps the statistics.
 
-    stats: TokenStats  # of the pairs, (2 B, L - 1) each: TRL's shifted layout
-    label_logprobs: Any = None  # (M, K) where the batch has queries
-    replayed: Sequence[Tensor] = ()  # log p_t of each replayed response, (T_i,)
+    Attributes:
+        stats: Statistics of the pairs, (2 B, L - 1) each, in TRL's shifted layout.
+        label_logprobs: Log-probabilities of the labels of the batch's queries, (M, K); None without queries.
+        replayed: log p_t of the tokens of each replayed response, (T_i,) each.
+    """
+
+    stats: TokenStats
+    label_logprobs: Any = None
+    replayed: Sequence[Tensor] = ()
 
     def __init__(self, model: Any, batch: Batch, precision: Precision, extras: tuple[str, ...] = ()) -> None:
         self.model = model
@@ -77,40 +84,41 @@ class Policy:
         self.extras = extras
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Run the batch through our head once. labels: (2 B, L), -100 off the tokens that TRL's loss reads."""
-        if labels is None:  # TRL's second, deprecated call for full logits
+        """Run the batch through our head once. labels: (2 B, L), -100 at tokens that TRL's loss does not read."""
+        if labels is None:  # TRL's second, deprecated call, which asks for full logits
             return self.model(**kwargs)
-        router = {}
+        router_options = {}
         if "output_router_logits" in kwargs:
-            router["output_router_logits"] = kwargs["output_router_logits"]
+            router_options["output_router_logits"] = kwargs["output_router_logits"]
         batch = self.batch.to(labels.device, non_blocking=True)
-        output = forward.run_head(self.model, batch, self.extras, self.precision, **router)
+        output = forward.run_head(self.model, batch, self.extras, self.precision, **router_options)
         self.batch = batch
         self.label_logprobs = output.labels
 
-        responses = len(labels)
-        tokens_of_pairs = sum(batch.lengths[:responses])  # the pairs come first, then the replayed responses
-        self.replayed = torch.split(output.stats.target[tokens_of_pairs:], batch.lengths[responses:])
+        # The scored tokens of the pairs come first, then those of the replayed responses.
+        pair_responses = len(labels)
+        pair_tokens = sum(batch.lengths[:pair_responses])
+        self.replayed = torch.split(output.stats.target[pair_tokens:], batch.lengths[pair_responses:])
 
         mask = labels[:, 1:] != -100
         zeros = output.stats.target.new_zeros(mask.shape)
-        place = batch.place[:tokens_of_pairs].unbind(-1)
-        self.stats = output.stats[:tokens_of_pairs].map(lambda values: zeros.index_put(place, values))
+        place = batch.place[:pair_tokens].unbind(-1)
+        self.stats = output.stats[:pair_tokens].map(lambda values: zeros.index_put(place, values))
         return make_fused_output(self.stats, mask, output.aux_loss)
 
 
 class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
-    """Train on preferences and keep confidence honest. Takes everything that `trl.DPOTrainer` takes.
+    """Train on preferences and keep the model calibrated. Accepts all arguments of `trl.DPOTrainer`.
 
     Args:
         model: The policy: a model, or its name or path.
-        ref_model: The reference, as in TRL. None means the start model.
+        ref_model: The reference model, as in TRL. None means the start model.
         args: A `CATTOConfig`, or a `DPOConfig`, which gets the defaults of our options.
         *more: Further positional arguments of `DPOTrainer`.
         outcome_examples: Responses from `catto.training.examples.make_examples`, right or wrong. With
-            `calibration="outcome"` they form a third stream next to the pairs. Without them the term reads the labels
-            of the pairs, or of the responses that `CATTOConfig.calibration_questions` has the trainer sample. With
-            `calibration="replay"` their cross-entropy is added.
+            `calibration="outcome"` the term scores their labels, with `calibration="replay"` it is their cross-entropy.
+            If they are not given, `outcome` scores the labels of the pairs, or of the responses that the trainer
+            samples to `CATTOConfig.calibration_questions`.
         validation: Examples on which `evaluate` measures label confidence, see `MonitoredTrainer`.
         **kwargs: Further arguments of `DPOTrainer`, such as `train_dataset` and `processing_class`.
 
@@ -141,14 +149,14 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         args = CATTOConfig.of(args)
         if outcome_examples and args.calibration_questions is not None:
             raise ValueError("outcome_examples and calibration_questions are both given: expected one of them")
-        for argument in (*more, *kwargs.values()):  # TRL looks at the first row before it prepares the data
+        for argument in (*more, *kwargs.values()):  # TRL reads the first row before it prepares the data
             _refuse_empty(argument)
 
-        # TRL's constructor prepares the data and may compute references, so everything they need is set before it.
+        # TRL's constructor prepares the data and may compute reference log-probabilities. Both need these attributes.
         self._arrangement: dict[str, bool] | None = None  # chosen at the first batch
         self._padding_free = args.padding_free
-        self._step_pairs: float | Tensor | None = None  # a process's mean share of the step's pairs
-        self._collated_mask: tuple[Tensor, int] | None = None  # with its version, which counts changes in place
+        self._step_pairs: float | Tensor | None = None  # pairs of the current step, averaged over processes
+        self._collated_mask: tuple[Tensor, int] | None = None  # and its version, which counts in-place changes
         self._stream: OutcomeStream | None = None
         if args.calibration_questions is None:
             self._stream = make_stream(outcome_examples, args)
@@ -157,21 +165,21 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             self._given_collator = more[0]
         self.validation = validation
         self.set_card(describe_objective(args))
-        only_validation = validation
-        if kwargs.get("eval_dataset") is not None:
-            only_validation = ()
-        with hide_padding_free(args), allow_missing_dataset(args, only_validation):
+        has_eval_dataset = kwargs.get("eval_dataset") is not None
+        only_evaluation_data = () if has_eval_dataset else validation
+        with hide_padding_free(args), allow_missing_dataset(args, only_evaluation_data):
             super().__init__(model, ref_model, args, *more, **kwargs)
 
         if validation:
             self.add_callback(EvaluateAtEnd())
         if args.calibration_questions is not None and args.weight:
             self._stream = make_stream(self._sample_examples(), args)
-        forward.install_head(self.model)  # before accelerate wraps the forward, so that autocast covers our head too
+        # Accelerate wraps the forward later, so autocast also applies to our head.
+        forward.install_head(self.model)
 
     @property
     def calibration_weight(self) -> float:
-        """Lambda, the factor of the calibration term."""
+        """Lambda, the weight of the calibration term."""
         return float(self.args.weight)
 
     @property
@@ -185,7 +193,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return bool(self.args.preference_tokens == "reasoning")
 
     def arrangement(self) -> dict[str, bool]:
-        """Return whether prompts are shared and rows packed: as configured, if policy and reference support it."""
+        """Return the layout of batches: `shared` and `packed`, as configured if policy and reference support it."""
         if self._arrangement is None:
             self._arrangement = self._choose_arrangement()
         return self._arrangement
@@ -214,21 +222,21 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     # ---- data
 
     def _sample_examples(self) -> list[Example]:
-        """Sample the start model's responses to `calibration_questions`. Rank 0 samples, the others read its file."""
+        """Sample the start model's responses to `calibration_questions`. Rank 0 samples; the others read its file."""
         if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "calibration_questions cannot be sampled with ZeRO-3, which splits the weights: "
-                "sample before and give outcome_examples"
+                "responses to calibration_questions cannot be sampled with ZeRO-3, which partitions the weights: "
+                "sample them beforehand and pass outcome_examples"
             )
-        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # of a processor
+        tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # it may be a processor
         questions = load_calibration_questions(self.args.calibration_questions)
         settings = sampling_settings(self.args)
-        # Other ranks may have no weights yet, so rank 0 names the file.
-        names = [""]
+        # The folder's name depends on the weights, which other ranks may not have loaded, so rank 0 broadcasts it.
+        folder_name = [""]
         if self.accelerator.is_main_process:
-            names = [cache_key(questions, tokenizer, settings, hash_weights(self.model))]
-        broadcast_object_list(names, from_process=0)
-        folder = Path(self.args.output_dir) / FOLDER / names[0]
+            folder_name = [cache_key(questions, tokenizer, settings, hash_weights(self.model))]
+        broadcast_object_list(folder_name, from_process=0)
+        folder = Path(self.args.output_dir) / FOLDER / folder_name[0]
         with self.accelerator.main_process_first():
             return sample_stream(
                 self.model,
@@ -240,14 +248,16 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             )
 
     def prepare_collator(self, dataset: Any) -> None:
-        """Extend TRL's collator by the layout of our batch, unless Accelerate joins and slices batches by rows.
+        """Replace TRL's collator by a `PairCollator`, which also lays out our batch if possible.
 
-        A user's own collator stays as it is, except for which tokens the preference loss reads.
+        A user's own collator is kept. If it is derived from `PairCollator`, its `reads_reasoning` is set.
         """
         if isinstance(self.data_collator, PairCollator):
             self.data_collator.reads_reasoning = self._reads_reasoning
-        if type(self.data_collator) not in (DataCollatorForPreference, PairCollator):
+        is_users_own = type(self.data_collator) not in (DataCollatorForPreference, PairCollator)
+        if is_users_own:
             return
+        # When Accelerate dispatches batches, it concatenates and slices them by rows, which a layout does not allow.
         is_dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
         layout = None
         if self._uses_own_head and not is_dispatched:
@@ -258,29 +268,44 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         self.data_collator: Any = PairCollator(**options)
 
     def prepare_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
-        """Tokenize as TRL does, unless there are token ids; find labels; drop the rows that TRL drops.
+        """Tokenize the pairs, add the columns that the losses read, and drop pairs that are too long.
 
-        Where the loss or the term needs the label of a pair, rows that would have to be cut are dropped too.
+        The pairs that TRL would drop are dropped. If the preference loss or the calibration term reads the label of a
+        pair, pairs that would be truncated are dropped too.
+
+        Args:
+            dataset: The pairs. They are tokenized as in TRL, unless they have a column `prompt_ids`.
+            processing_class: The tokenizer.
+            args: The configuration. TRL calls this method before `self.args` exists.
+            name: TRL's name of the dataset, for errors and the log: `train` or `eval`.
+
+        Returns:
+            The prepared dataset.
         """
         _refuse_empty(dataset)
         dataset = self._tokenize_pairs(dataset, processing_class, args, name)
-        determining = {"cut": [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]}
-        dataset = dataset.map(number_row, with_indices=True, fn_kwargs=determining)
-        if self._reads_reasoning_with(args):
+        # All settings that change the reference log-probabilities of a row, which TRL caches.
+        settings = [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]
+        dataset = dataset.map(number_row, with_indices=True, fn_kwargs={"reference_settings": settings})
+        if args.preference_tokens == "reasoning":
             require_columns(dataset, ("labels",), name, "preference_tokens 'reasoning'")
             dataset = dataset.map(reasoning_columns, fn_kwargs={"tokenizer": processing_class, "name": name})
             check_reasoning(dataset, name)
-        if self._reads_labels_with(args):
-            is_rated = args.calibration == "outcome"
-            needed: tuple[str, ...] = ("labels", "gold")
-            reader = "calibrate_tokens 'label'"
-            if is_rated:
-                needed = ("labels", "gold", "correctness_rate")
-                reader = "calibration 'outcome' on pairs"
-            require_columns(dataset, needed, name, reader)
-            known = {"tokenizer": processing_class, "name": name, "rated": is_rated}
-            dataset = dataset.map(label_columns, fn_kwargs=known)
+        if self._term_reads_labels(args):
+            dataset = self._add_label_columns(dataset, processing_class, args, name)
         return self._drop_long_pairs(dataset, args, name)
+
+    def _add_label_columns(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
+        """Add the columns of `label_columns`; raise ValueError if the dataset lacks the columns that they need."""
+        needed: tuple[str, ...] = ("labels", "gold")
+        reader = "calibrate_tokens 'label'"
+        reads_rate = args.calibration == "outcome"
+        if reads_rate:
+            needed = ("labels", "gold", "correctness_rate")
+            reader = "calibration 'outcome' on pairs"
+        require_columns(dataset, needed, name, reader)
+        options = {"tokenizer": processing_class, "name": name, "reads_rate": reads_rate}
+        return dataset.map(label_columns, fn_kwargs=options)
 
     def _tokenize_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         columns = dataset.column_names or ()
@@ -290,32 +315,29 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             if columns and column not in columns:
                 raise ValueError(f"the {name} dataset has no column {column!r}; it has {', '.join(columns)}")
         unlimited = copy.copy(args)
-        unlimited.max_length = None  # TRL drops long prompts silently; `_drop_long_pairs` drops the same rows
+        unlimited.max_length = None  # TRL drops long prompts silently; `_drop_long_pairs` drops and logs the same rows
         return super().prepare_pairs(dataset, processing_class, unlimited, name)
 
-    def _reads_reasoning_with(self, args: CATTOConfig) -> bool:
-        return args.preference_tokens == "reasoning"
-
-    def _reads_labels_with(self, args: CATTOConfig) -> bool:
-        """Whether the term reads the labels of the pairs. TRL's constructor asks before `self.args` exists."""
-        has_stream = bool(self._stream) or args.calibration_questions is not None
+    def _term_reads_labels(self, args: CATTOConfig) -> bool:
+        """Return whether the calibration term reads the labels of the pairs."""
+        has_stream = self._stream is not None or args.calibration_questions is not None
         scores_pairs = args.calibration == "outcome" and not has_stream
         return bool(args.weight) and (args.calibrate_tokens == "label" or scores_pairs)
 
     def _drop_long_pairs(self, dataset: Any, args: CATTOConfig, name: str) -> Any:
-        needs_label = self._reads_labels_with(args) or self._reads_reasoning_with(args)
+        needs_label = self._term_reads_labels(args) or args.preference_tokens == "reasoning"
         limits = [args.max_length]
         if needs_label:
             limits.append(getattr(self._given_collator, "max_length", None))
         limit = min((limit for limit in limits if limit is not None), default=None)
-        if limit is None:
+        # If no label is needed, a pair is dropped only if truncation at its end leaves nothing of the response.
+        may_drop = needs_label or args.truncation_mode == "keep_start"
+        if limit is None or not may_drop:
             return dataset
-        if not needs_label and args.truncation_mode != "keep_start":
-            return dataset
-        return LengthFilter(limit, needs_label, name).select_fitting(dataset)
+        return LengthFilter(limit, must_fit_untruncated=needs_label, name=name).select_fitting(dataset)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Take the micro-batches of a step and, where there is a term, count their pairs over all processes."""
+        """Return the micro-batches of a step; if there is a term, count their pairs over all processes."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.weight:
             responses = sum(len(batch["input_ids"]) for batch in batches)
@@ -325,7 +347,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     # ---- the reference
 
     def extend_reference_key(self, model_hash: Any) -> Any:
-        """Add to the cache key of the reference what our head computes differently from TRL's."""
+        """Add everything to the cache key of the reference that distinguishes our head from TRL's."""
         if not self._uses_own_head:
             return model_hash
         precisions = (self.accelerator.mixed_precision, self.args.head_precision)
@@ -335,10 +357,10 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return key
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute the reference's log-probabilities with the head that the policy uses.
+        """Compute the reference's log-probabilities with the same head as the policy's.
 
-        In autocast TRL's head rounds its logits to bf16 and ours does not. With a different head for each, the
-        log-ratio of equal models would be noise instead of 0.
+        Under autocast, TRL's head rounds its logits to bf16 and ours does not. With different heads, the log-ratio of
+        two equal models would be noise instead of 0.
         """
         if KEY in inputs and self._uses_own_head:
             forward.install_head(self.accelerator.unwrap_model(model))
@@ -349,7 +371,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     # ---- the loss
 
     def notice_inputs(self, inputs: dict[str, Any]) -> None:
-        """Remember the mask, to see later, without waiting for the device, whether it has been changed."""
+        """Remember the mask and its version, to detect later changes of it without waiting for the device."""
         self._collated_mask = None
         mask = inputs.get("completion_mask")
         if type(self.data_collator) is not PairCollator or mask is None:
@@ -358,9 +380,9 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             self._collated_mask = (mask, mask._version)
 
     def _is_laid_out(self, layout: Batch, mask: Tensor) -> bool:
-        """Whether a layout scores the tokens that `completion_mask` (2 B, L) selects.
+        """Return whether a layout scores exactly the tokens that `completion_mask` (2 B, L) selects.
 
-        A subclass may have changed the mask after the collator laid the batch out.
+        A subclass may have changed the mask after the collator made the layout.
         """
         if self._collated_mask is not None:
             collated, version = self._collated_mask
@@ -373,21 +395,21 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return torch.equal(scored, wanted)
 
     def _make_trl_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return what TRL reads of a batch: without our entry, with the mask of the tokens that its loss reads."""
+        """Return a batch for TRL: without our entry, and with a mask of the tokens that the preference loss reads."""
         trl_inputs = dict(inputs)
-        known = trl_inputs.pop(KEY, None)
+        our_tensors = trl_inputs.pop(KEY, None)
         if not self._reads_reasoning:
             return trl_inputs
-        if known is None:
+        if our_tensors is None:
             raise ValueError("preference_tokens 'reasoning' needs TRL's own collator: leave data_collator out")
         mask = trl_inputs["completion_mask"]
         columns = torch.arange(mask.shape[-1], device=mask.device)
-        end_of_reasoning = known["start"] + known["reasoning"]
+        end_of_reasoning = our_tensors["start"] + our_tensors["reasoning"]
         trl_inputs["completion_mask"] = mask * (columns < end_of_reasoning.unsqueeze(-1))
         return trl_inputs
 
     def _find_layout(self, inputs: dict[str, Any]) -> Batch:
-        """Return the layout that the collator made, or lay the pairs out here where it could not."""
+        """Return the collator's layout; if there is none or the mask has changed, lay out the pairs now."""
         layout: Batch | None = inputs[KEY].get("layout")
         if layout is not None and self._is_laid_out(layout, inputs["completion_mask"]):
             return layout
@@ -397,20 +419,36 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         """Compute TRL's loss plus the calibration term; without our head, TRL's loss alone."""
         row_numbers = inputs.get(KEY, {}).get("row")
         name_rows = partial(self._name_rows, row_numbers, self.model.training)
-        if not self._uses_own_head:
+        if self._uses_own_head:
+            loss, outputs = self._compute_loss_with_head(model, inputs, return_outputs, name_rows)
+        else:
             result = self.compute_trl_loss(model, self._make_trl_inputs(inputs), return_outputs)
-            loss = result
-            if return_outputs:
-                loss = result[0]
-            self.check_nan_later(loss, name_rows)
-            return result
+            loss, outputs = _split_result(result, return_outputs)
+        self.check_nan_later(loss, name_rows)
+        if return_outputs:
+            return loss, outputs
+        return loss
+
+    def _compute_loss_with_head(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool, name_rows: Callable[[], str]
+    ) -> tuple[Tensor, Any]:
+        """Compute TRL's loss plus the calibration term with our head.
+
+        Args:
+            model: The policy, as training has wrapped it.
+            inputs: The batch.
+            return_outputs: Whether to return TRL's outputs too.
+            name_rows: Returns the names of the batch's rows, for errors.
+
+        Returns:
+            The loss, and TRL's outputs or None.
+        """
         if KEY not in inputs:
             raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
-        is_training = self.model.training
         layout = self._find_layout(inputs)
-        pairs = len(inputs["input_ids"]) // 2
         streamed: list[Example] = []
-        if self._stream and is_training:
+        if self._stream is not None and self.model.training:
+            pairs = len(inputs["input_ids"]) // 2
             streamed = self._stream.take_examples(self, pairs)
         policy = self._make_policy(model, layout, streamed)
         trl_inputs = self._make_trl_inputs(inputs)
@@ -418,54 +456,68 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             trl_inputs |= self._compute_references(inputs, layout)
         with self.read_references_from_batch(), self._take_out_sft() as sft_weight:
             result = self.compute_trl_loss(policy, trl_inputs, return_outputs)
-        outputs = None
-        loss = result
-        if return_outputs:
-            loss, outputs = result
+        loss, outputs = _split_result(result, return_outputs)
         if sft_weight:
             loss = loss + sft_weight * sft_loss(policy.stats.target, inputs["completion_mask"])
-        has_term = bool(streamed) or not self._stream  # the stream is for training: evaluation has none
+        reads_pairs = self._stream is None
+        has_term = reads_pairs or bool(streamed)  # the stream is only used for training
         if self.args.weight and has_term:
-            share = self._share_of_step(pairs)
-            term = self._compute_term(policy, inputs, streamed)
-            total = loss + self.calibration_weight * share * term
-            if is_training:
-                loss = total
-            else:  # `eval_loss` stays TRL's; the total is logged next to it
-                self.check_nan_later(total, name_rows)
-                self._log_evaluation("total_loss", total)
-        self.check_nan_later(loss, name_rows)
-        if return_outputs:
-            return loss, outputs
+            loss = self._add_term(loss, policy, inputs, streamed, name_rows)
+        return loss, outputs
+
+    def _add_term(
+        self,
+        loss: Tensor,
+        policy: Policy,
+        inputs: dict[str, Any],
+        streamed: Sequence[Example],
+        name_rows: Callable[[], str],
+    ) -> Tensor:
+        """Return the loss plus the weighted calibration term.
+
+        During evaluation the sum is only logged, as `total_loss`, and the loss is returned unchanged: `eval_loss` has
+        the same meaning as in TRL.
+        """
+        pairs = len(inputs["input_ids"]) // 2
+        share = self._share_of_step(pairs)
+        term = self._compute_term(policy, inputs, streamed)
+        total = loss + self.calibration_weight * share * term
+        if self.model.training:
+            return total
+        self.check_nan_later(total, name_rows)
+        self._log_evaluation("total_loss", total)
         return loss
 
     def _compute_references(self, inputs: dict[str, Any], layout: Batch) -> dict[str, Tensor]:
-        """Run the reference through our head, before TRL's loss, which then reads its log-probabilities."""
+        """Compute the reference's log-probabilities with our head, under the names that TRL's loss reads."""
         reference = self.ref_model
-        if reference is None:
+        if reference is None:  # TRL computes the reference of an adapted model with the model itself
             reference = self.model
-        known = {**inputs[KEY], "layout": layout}
-        chosen, rejected = self.compute_ref_log_probs(reference, {**inputs, KEY: known})
+        our_tensors = {**inputs[KEY], "layout": layout}
+        chosen, rejected = self.compute_ref_log_probs(reference, {**inputs, KEY: our_tensors})
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _take_out_sft(self) -> AbstractContextManager[float]:
-        """Take `sft` out of TRL's losses where they read only the reasoning.
+        """Remove the loss type `sft` from TRL's sum if the preference loss reads only the reasoning.
 
-        It keeps the form of whole responses, including the answer, so it is computed on whole responses.
+        Its purpose is to preserve the form of whole responses, so it is computed on whole responses instead.
         """
         if self._reads_reasoning:
             return self.take_out_loss("sft")
         return nullcontext(0.0)
 
     def _share_of_step(self, pairs: int) -> float | Tensor:
-        """Return what a micro-batch's mean counts for in the mean over the step's pairs; 1 unless it is ragged."""
+        """Return the weight of a micro-batch's mean in the mean over all pairs of the step.
+
+        It is 1 if all micro-batches have the same number of pairs.
+        """
         if self._step_pairs is None or not self.model.training:
             return 1.0
         share: float | Tensor = pairs * self.current_gradient_accumulation_steps / self._step_pairs
         return share
 
     def _make_policy(self, model: Any, layout: Batch, streamed: Sequence[Example]) -> Policy:
-        """Return the policy of this micro-batch: the pairs and, after them, the stream's responses."""
+        """Return the policy for this micro-batch, which consists of the pairs followed by the stream's responses."""
         args = self.args
         pair_rows = len(layout.rows)
         extras = list(TRL_EXTRAS)
@@ -502,11 +554,14 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
                 self._log_evaluation(name, value)
         return term.loss
 
-    def _score_outcomes(self, policy: Policy, known: dict[str, Any], streamed: Sequence[Example]) -> CalibrationTerm:
+    def _score_outcomes(
+        self, policy: Policy, our_tensors: dict[str, Any], streamed: Sequence[Example]
+    ) -> CalibrationTerm:
+        """Score the labels of the stream's responses; without a stream, those of the pairs."""
         rates = None
         if not streamed:
-            pairs = len(known["row"]) // 2
-            rates = known["correctness_rate"][:pairs]
+            pairs = len(our_tensors["row"]) // 2
+            rates = our_tensors["correctness_rate"][:pairs]
         target = None
         if self.args.outcome_target != "gold":
             labels = policy.label_logprobs.shape[-1]
@@ -525,31 +580,31 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     # ---- logs and the model card
 
     def _log_training(self, logs: dict[str, Tensor]) -> None:
-        """Log the mean over processes. It stays on the device until TRL logs it, so nothing waits for the device."""
+        """Log means over processes. They stay on the device until TRL logs them, so that the host need not wait."""
         values = torch.stack([value.detach().float() for value in logs.values()])
         means = self.accelerator.gather(values[None]).mean(0)
         for name, value in zip(logs, means.unbind(), strict=True):
             self.append_metrics("train", name, [value])
 
     def _log_evaluation(self, name: str, value: Tensor) -> None:
-        """Log a batch's mean once for every pair of the batch, as Transformers weights `eval_loss` over batches."""
+        """Log a batch's mean once for every pair of the batch, which is how Transformers weights `eval_loss`."""
         per_pair = value.detach().repeat(self.args.eval_batch_size)
         self.append_metrics("eval", name, self.accelerator.gather_for_metrics(per_pair).tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, which averages numbers of the host."""
+        """Log as TRL does. TRL averages Python numbers, so tensors are read from the device first."""
         metrics = self.read_metrics()
         for name, values in metrics.items():
             if values and isinstance(values[0], Tensor):
                 metrics[name] = torch.stack(values).tolist()
         super().log(logs, start_time)
 
-    def _name_rows(self, row: Tensor | None, is_training: bool) -> str:
-        """Name the pairs for an error: by their questions' ids where the dataset has them, else by their numbers."""
-        if row is None:
+    def _name_rows(self, row_numbers: Tensor | None, is_training: bool) -> str:
+        """Name the pairs for an error: by the ids of their questions if the dataset has them, otherwise by number."""
+        if row_numbers is None:
             return "rows unknown"
-        numbers = row.tolist()
-        pairs = len(numbers) // 2
+        numbers = row_numbers.tolist()
+        pairs = len(numbers) // 2  # the second half repeats the numbers, for the rejected responses
         names = {number: f"row {number}" for number in numbers[:pairs]}
         rows = self.eval_dataset
         if is_training:
@@ -561,7 +616,10 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return f"rows {', '.join(names.values())}"
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card and add the last calibration numbers that were measured while training."""
+        """Write TRL's model card, and add the calibration metrics of the kept step.
+
+        If there was no evaluation at that step, the metrics of the last evaluation are added.
+        """
         super().create_model_card(*args, **kwargs)
         measured = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
         if not measured or not self.is_world_process_zero():
@@ -581,6 +639,15 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         write_text(path, card + "\n".join(lines) + "\n")
 
 
+def _split_result(result: Any, has_outputs: bool) -> tuple[Tensor, Any]:
+    """Split the result of TRL's loss function into the loss and the outputs; the latter are None without outputs."""
+    if has_outputs:
+        loss, outputs = result
+        return loss, outputs
+    return result, None
+
+
 def _refuse_empty(argument: Any) -> None:
+    """Raise ValueError if an argument is an empty dataset."""
     if isinstance(argument, Dataset) and len(argument) == 0:
         raise ValueError("the dataset is empty")

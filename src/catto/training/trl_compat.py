@@ -1,7 +1,7 @@
-"""Every private part of TRL that training depends on. Nothing else in the package may name one.
+"""All uses of TRL's private parts. No other module of the package may use them.
 
-All of it holds for TRL 1.15 and 1.16, the range of pyproject.toml; another version is refused when this module is
-imported. `tests/training/test_trl_compat.py` checks each part, so a TRL release that moves one fails there by name.
+They are valid for TRL 1.15 and 1.16, the range in pyproject.toml. Other versions are refused when this module is
+imported. `tests/training/test_trl_compat.py` checks each part, so its failures name what a new TRL release has changed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trl import DPOConfig, DPOTrainer, __version__
 
 from catto.objectives import TokenStats
 
-# Versions whose private parts were read and tested.
+# Versions whose private parts have been read and tested.
 TRL_RANGE = ">=1.15,<1.17"
-# The first with a head in plain PyTorch; that of TRL 1.15 consists of Triton kernels.
+# The first version with a head in plain PyTorch. The head of TRL 1.15 consists of Triton kernels.
 FIRST_CPU_TRL = "1.16"
 
 
 def check_trl_version(version: str) -> None:
-    """Refuse a TRL whose private parts were not read.
+    """Refuse a version of TRL whose private parts have not been read.
 
     Args:
         version: The installed version.
 
     Raises:
-        ImportError: The version is outside the range; the message says in one line what to install.
+        ImportError: The version is outside of the range. The message says what to install.
 
     Example:
         >>> check_trl_version("1.16.0")
@@ -50,7 +50,7 @@ def check_trl_version(version: str) -> None:
 
 check_trl_version(__version__)
 
-# A version that was refused may not have them.
+# Imported after the check, since other versions may not have these names.
 from trl.trainer.dpo_trainer import DataCollatorForPreference  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput, get_config_model_id, hash_module  # noqa: E402
 
@@ -61,14 +61,14 @@ TRL_EXTRAS = ("entropy", "mean_logit")
 
 
 def check_head_device(version: str, *, runs_triton: bool) -> None:
-    """Refuse a device on which TRL's own head cannot run; references and losses without a term of ours go through it.
+    """Refuse a device on which TRL's own head cannot run. References and losses without our term may use that head.
 
     Args:
         version: The installed version of TRL.
-        runs_triton: Whether Triton's kernels run on the device: it is a GPU, or Triton interprets them.
+        runs_triton: Whether Triton kernels run on the device, because it is a GPU or Triton interprets them.
 
     Raises:
-        ValueError: The version has no head but that of its Triton kernels, which do not run there.
+        ValueError: TRL's head consists of Triton kernels in this version, and they do not run on the device.
 
     Example:
         >>> check_head_device("1.15.0", runs_triton=True)
@@ -82,15 +82,15 @@ def check_head_device(version: str, *, runs_triton: bool) -> None:
 
 
 def runs_triton_kernels(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on a device."""
+    """Return whether Triton kernels run on a device."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return is_interpreted or device.type in ("cuda", "xpu")
 
 
 def name_model(model: Any) -> str:
-    """Return the name that TRL gives a model in its default output folder.
+    """Return the name of a model that TRL uses in its default output folder.
 
-    TRL takes the last part of the model's id, which `trl.trainer.utils.get_config_model_id` reads.
+    It is the last part of the model's id, which is read by `trl.trainer.utils.get_config_model_id`.
     """
     model_id = model
     if not isinstance(model, str):
@@ -99,20 +99,20 @@ def name_model(model: Any) -> str:
 
 
 def hash_weights(model: Any) -> str:
-    """Return a hash of a model's weights: `trl.trainer.utils.hash_module`."""
+    """Return a hash of a model's weights, computed by `trl.trainer.utils.hash_module`."""
     return str(hash_module(model))
 
 
 def make_fused_output(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) -> Any:
-    """Return the output that TRL's losses read, `FusedCausalLMOutput`.
+    """Return a `FusedCausalLMOutput`, the model output that TRL's losses read.
 
-    TRL 1.16 sums the log-probabilities without looking at its mask, so they are 0 where it is False. TRL only logs
-    entropy and mean logit, so they carry no gradient.
+    TRL 1.16 sums the log-probabilities without applying its mask, so masked ones are set to 0. TRL only logs entropy
+    and mean logit, so they are detached.
 
     Args:
-        stats: Statistics of the 2 B responses, (2 B, L - 1) each, chosen first.
+        stats: Statistics of the 2 B responses, (2 B, L - 1) each, chosen responses first.
         mask: Tokens that TRL's loss reads, (2 B, L - 1).
-        aux_loss: Load balancing of a mixture of experts, a scalar.
+        aux_loss: Load-balancing loss of a mixture of experts, a scalar; None for other models.
     """
     entropy = stats.entropy
     if entropy is not None:
@@ -132,10 +132,10 @@ def make_fused_output(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) 
 
 
 def call_copied_forward(wrapped: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a forward that TRL wrapped on one model with the weights of a copy of that model.
+    """Call a forward that TRL has wrapped on one model, but with the weights of a copy of that model.
 
-    `add_fused_lm_head` binds a function to the instance. With `fused_lm_head=True` the function
-    computes on its `self`; without it, it runs the forward of the model that it was bound to.
+    TRL's `add_fused_lm_head` binds a function to the instance. With `fused_lm_head=True` the function uses its `self`.
+    Otherwise it calls the forward of the model that it was bound to, so the class's own forward is called instead.
     """
     if kwargs.pop("fused_lm_head", False):
         return wrapped.__func__(model, *args, fused_lm_head=True, **kwargs)
@@ -144,7 +144,7 @@ def call_copied_forward(wrapped: Any, model: Any, *args: Any, **kwargs: Any) -> 
 
 @contextmanager
 def hide_padding_free(args: DPOConfig) -> Iterator[None]:
-    """Unset `padding_free` while TRL's trainer is built: TRL accepts the option, warns and ignores it."""
+    """Unset `padding_free` while TRL's constructor runs, since TRL would warn that it ignores the option."""
     padding_free = args.padding_free
     args.padding_free = None
     try:
@@ -155,7 +155,7 @@ def hide_padding_free(args: DPOConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainerCard:
-    """What TRL writes about a trainer into its model card: `_name`, `_paper` and `_tag_names` of the class."""
+    """The values that TRL writes into a trainer's model card: `_name`, `_paper` and `_tag_names` of the class."""
 
     title: str
     paper: dict[str, str]
@@ -163,15 +163,15 @@ class TrainerCard:
 
 
 def read_dpo_card() -> TrainerCard:
-    """Return what `DPOTrainer` itself writes into a model card."""
+    """Return the values that `DPOTrainer` itself writes into a model card."""
     return TrainerCard(title=str(DPOTrainer._name), paper=dict(DPOTrainer._paper), tags=list(DPOTrainer._tag_names))
 
 
 class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
-    """`DPOTrainer` with a public hook in place of each private method that we override.
+    """`DPOTrainer` with a public hook for each private method that we override.
 
-    A subclass overrides `compute_pair_loss`, `prepare_pairs`, `prepare_collator`, `extend_reference_key` and
-    `notice_inputs`, and lists its columns in `extra_columns`. Each hook does by default what TRL does.
+    Subclasses override the hooks `compute_pair_loss`, `prepare_pairs`, `prepare_collator`, `extend_reference_key` and
+    `notice_inputs`, and list the columns they need in `extra_columns`. By default, the hooks do what TRL does.
     """
 
     extra_columns: Sequence[str] = ()
@@ -184,10 +184,10 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
     # ---- data
 
     def prepare_pairs(self, dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
-        """Prepare a dataset of pairs: by default TRL's `_prepare_dataset`, which TRL calls in its constructor.
+        """Prepare a dataset of pairs. This replaces TRL's `_prepare_dataset`, which TRL calls in its constructor.
 
-        TRL renders and tokenizes the pairs into `prompt_ids`, `chosen_ids` and `rejected_ids` and keeps other columns.
-        With `max_length` it silently drops pairs whose prompt is too long.
+        TRL renders and tokenizes the pairs into `prompt_ids`, `chosen_ids` and `rejected_ids`, and keeps all other
+        columns. If `max_length` is set, it silently drops pairs whose prompt is too long.
         """
         return super()._prepare_dataset(dataset, processing_class, args, name)
 
@@ -195,7 +195,7 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
         return self.prepare_pairs(dataset, processing_class, args, dataset_name)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Keep `extra_columns` too: TRL removes every column that is not in `_signature_columns`."""
+        """Also keep `extra_columns`. TRL removes all columns that are not in `_signature_columns`."""
         super()._set_signature_columns_if_needed()
         columns: list[str] = list(vars(self)["_signature_columns"])
         for column in self.extra_columns:
@@ -204,14 +204,14 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
         self._signature_columns = columns
 
     def prepare_collator(self, dataset: Any) -> None:
-        """Adapt `self.data_collator` to a dataset, before TRL makes a data loader of the dataset."""
+        """Adapt `self.data_collator` to a dataset. Called before TRL makes a data loader for the dataset."""
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         self.prepare_collator(dataset)
         return super()._get_dataloader(dataset, *args, **kwargs)
 
     def notice_inputs(self, inputs: dict[str, Any]) -> None:
-        """Look at a batch that has just been moved to the device."""
+        """Inspect a batch that has just been moved to the device."""
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)
@@ -221,13 +221,14 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
     # ---- the reference
 
     def extend_reference_key(self, model_hash: Any) -> Any:
-        """Return the key under which reference log-probabilities are cached, next to the dataset's fingerprint."""
+        """Return the key by which, with the dataset's fingerprint, reference log-probabilities are cached."""
         return model_hash
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """Cache reference log-probabilities by our key: TRL's knows only the data and `_precompute_model_hash`.
+        """Precompute reference log-probabilities and cache them by our key.
 
-        TRL calls this in its constructor. The log-probabilities come from `compute_ref_log_probs`.
+        TRL's own key consists only of the dataset's fingerprint and `_precompute_model_hash`. TRL calls this method in
+        its constructor, and computes the log-probabilities with `compute_ref_log_probs`.
         """
         self.prepare_collator(dataset)
         model_hash = vars(self)["_precompute_model_hash"]
@@ -238,10 +239,10 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
             self._precompute_model_hash = model_hash
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the trained adapter too.
+        """Load a checkpoint, including the trained adapter.
 
-        TRL keeps the reference of an adapted model as a second adapter named `ref`, in a folder of that name in the
-        checkpoint. Where that folder exists, Transformers loads only the adapters in folders.
+        TRL stores the reference of an adapted model as a second adapter, in a folder `ref` of the checkpoint. If there
+        is such a folder, Transformers loads only the adapters in folders, and not the trained one.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         has_reference_folder = (Path(resume_from_checkpoint) / "ref").is_dir()
@@ -252,15 +253,15 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
     # ---- the loss
 
     def compute_pair_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Compute the loss of a batch: by default TRL's."""
+        """Compute the loss of a batch, by default TRL's."""
         return self.compute_trl_loss(model, inputs, return_outputs)
 
     def compute_trl_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """Compute TRL's own loss of a batch.
 
-        TRL calls `model(**kwargs, labels=labels, fused_lm_head=True)` once and uses `model` for nothing else, so any
-        callable that returns a `FusedCausalLMOutput` will do. With `return_outputs` a second call without labels asks
-        for full logits. TRL passes unknown entries of a batch on to the model.
+        TRL calls `model(**kwargs, labels=labels, fused_lm_head=True)` once and does not use `model` otherwise. Any
+        callable that returns a `FusedCausalLMOutput` can therefore replace it. With `return_outputs`, a second call
+        without labels asks for full logits. TRL passes unknown entries of a batch to the model.
         """
         return super()._compute_loss(model, inputs, return_outputs)
 
@@ -269,7 +270,7 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def read_references_from_batch(self) -> Iterator[None]:
-        """Let TRL's loss read `ref_chosen_logps` and `ref_rejected_logps` of the batch, as if they were precomputed.
+        """Make TRL's loss read `ref_chosen_logps` and `ref_rejected_logps` from the batch, as if precomputed.
 
         TRL reads the attribute `precompute_ref_logps` at every step.
         """
@@ -282,7 +283,7 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def take_out_loss(self, loss_type: str) -> Iterator[float]:
-        """Take a loss out of TRL's sum and return its weight, 0 if it is not in the sum.
+        """Remove a loss type from TRL's sum and yield its weight, or 0 if it is not part of the sum.
 
         TRL reads the lists `loss_types` and `loss_weights` at every step.
         """
@@ -307,20 +308,20 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
 
     @property
     def needs_squared_mass(self) -> bool:
-        """Whether TRL's loss weights pairs by `log_sum_sq_probs`: the attribute `use_weighting` (WPO)."""
+        """Whether TRL's loss weights pairs by `log_sum_sq_probs` (WPO), which is its attribute `use_weighting`."""
         return bool(self.use_weighting)
 
     # ---- logs and the model card
 
     def append_metrics(self, mode: str, name: str, values: Sequence[float | Tensor]) -> None:
-        """Add numbers of this batch to those that TRL averages at the next log.
+        """Add values of this batch to those that TRL averages for the next log.
 
         `_metrics[mode]` is a `defaultdict(list)` for each of the modes `train` and `eval`.
         """
         self._metrics[mode][name].extend(values)
 
     def read_metrics(self) -> dict[str, list[Any]]:
-        """Return the numbers that the next log averages; what is assigned there is logged."""
+        """Return the values that TRL averages for the next log. Changes to the returned dictionary are logged."""
         mode = "eval"
         if self.model.training:
             mode = "train"
@@ -328,7 +329,7 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
         return metrics
 
     def set_card(self, card: TrainerCard) -> None:
-        """Set what TRL writes into the model card: instance attributes hide those of the class."""
+        """Set the values that TRL writes into the model card. Instance attributes override those of the class."""
         self._name = card.title
         self._paper = card.paper
         self._tag_names = card.tags
