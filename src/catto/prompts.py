@@ -1,6 +1,6 @@
-"""Question -> chat messages -> token ids. Every stage uses the same wording and form.
+"""Render questions as chat messages and token ids. Every stage uses the same wording and form.
 
-A response that is trained on or asked for has this form, each tag on its own line:
+Responses in training, and those that prompts ask for, have this form, with each tag on its own line:
 
     <think>
     reasoning
@@ -26,9 +26,9 @@ class Wording(NamedTuple):
     """A task's wording.
 
     Attributes:
-        role: Who answers.
-        task: What to do; `{n}` is the number of choices.
-        brief: Whether the system message leaves the role and the form of the answer unexplained.
+        role: The role of the model, such as "You reason about everyday life.".
+        task: The instruction; `{n}` is the number of choices.
+        brief: Whether the prompt leaves out the role and does not explain the form of the answer.
     """
 
     role: str
@@ -64,7 +64,7 @@ WORDING: dict[str, Wording] = {
     "witnesses": Wording("", "Which of {n}?", brief=True),
 }
 
-# Questions without options, by grade, or by task where that is not enough.
+# Questions without options use one of the first two, according to their grade, unless their task has its own wording.
 OPEN = Wording("You answer questions with care.", "Give a short answer: a name, a word or a phrase.")
 OPEN_NUMBER = Wording("You answer questions with care.", "The answer is a number.")
 OPEN_WORDING: dict[str, Wording] = {
@@ -79,7 +79,7 @@ def render_messages(question: Question, *, reasoning: bool = True, confidence: b
 
     Args:
         question: The question.
-        reasoning: Whether to ask for reasoning before the answer; otherwise for the answer block alone.
+        reasoning: Whether to ask for reasoning before the answer, or for the answer block alone.
         confidence: Whether to ask for a stated confidence after the answer.
 
     Returns:
@@ -101,14 +101,15 @@ def render_messages(question: Question, *, reasoning: bool = True, confidence: b
 
 
 def render_judgement(question: Question, answer: str, *, reasoning: bool = True) -> tuple[Message, ...]:
-    r"""Render the conversation whose next turn judges an answer: its label `True` is P(True).
+    r"""Render a conversation that asks the model to judge an answer.
 
-    The question is asked as in `render_messages`, the assistant gives the answer without its reasoning, and a second
-    user message asks whether it is right. The response is `render_completion(None, "True")` or with `"False"`.
+    The question is asked as in `render_messages`, the assistant gives the answer without reasoning, and a second user
+    message asks whether it is right. The expected response is `render_completion(None, "True")` or the same with
+    `"False"`; the probability of the label `True` in it is P(True).
 
     Args:
         question: The question.
-        answer: The proposed answer: a label, or the text of an answer without labels.
+        answer: The proposed answer: a label, or the text of an answer to a question without labels.
         reasoning: Whether the question's own prompt asks for reasoning.
 
     Returns:
@@ -124,12 +125,12 @@ def render_judgement(question: Question, answer: str, *, reasoning: bool = True)
 
 
 def add_judgement(asked: Sequence[Message], answer: str, *, brief: bool = False) -> tuple[Message, ...]:
-    """Add to the messages that ask a question those that propose an answer and ask whether it is right.
+    """Add two messages to those that ask a question: one proposes an answer, the other asks whether it is right.
 
     Args:
-        asked: The messages.
+        asked: The messages that ask the question.
         answer: The proposed answer.
-        brief: Whether the form of the answer is left unexplained, as in `Wording`.
+        brief: Whether to leave the form of the answer unexplained, as in `Wording`.
     """
     proposed = Message(role="assistant", content=render_completion(None, answer))
     either = " or ".join(JUDGEMENT_LABELS)
@@ -150,6 +151,7 @@ def find_wording(question: Question) -> Wording:
 
 
 def _render_system(question: Question, *, reasoning: bool, confidence: bool) -> str:
+    """Render the system message: the role, the task, how to answer, and the form of the response."""
     wording = find_wording(question)
     labels = question.labels
     task = wording.task.format(n=len(labels))
@@ -175,7 +177,7 @@ def _render_system(question: Question, *, reasoning: bool, confidence: bool) -> 
 
 
 def _render_fields(fields: Mapping[str, str]) -> str:
-    """Render a lone question as it is; several fields each with its name."""
+    """Return a lone field `question` unchanged; render any other fields with their names."""
     if list(fields) == ["question"]:
         return fields["question"]
     lines = []
@@ -186,8 +188,8 @@ def _render_fields(fields: Mapping[str, str]) -> str:
 
 
 def _render_options(question: Question) -> str:
-    labels_say_it_all = all(option.text in ("", option.label) for option in question.options)
-    if labels_say_it_all:  # as the words of NLI
+    options_are_labels = all(option.text in ("", option.label) for option in question.options)
+    if options_are_labels:  # such as "entailment" in NLI
         return f"Labels: {', '.join(question.labels)}"
     lines = [f"{option.label}) {option.text}" for option in question.options]
     has_several_lines = any("\n" in line for line in lines)
@@ -204,7 +206,7 @@ def check_ids(questions: Iterable[Question]) -> None:
 
 
 def asked_hash(asked: Iterable[tuple[Question, tuple[Message, ...]]]) -> str:
-    """Hash questions with the messages that ask them: what responses depend on besides the model."""
+    """Hash questions with the messages that ask them, which determine the responses together with the model."""
     digest = hashlib.sha256()
     for question, chat in asked:
         digest.update(question.model_dump_json().encode())
@@ -213,17 +215,17 @@ def asked_hash(asked: Iterable[tuple[Question, tuple[Message, ...]]]) -> str:
 
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# A tag as models write it: in any case, with white space inside.
+# A tag as models write it: in upper or lower case, possibly with white space inside.
 TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
 def render_completion(reasoning: str | None, label: str | None) -> str:
     r"""Render a response.
 
-    Tags inside the reasoning are removed, so a rendered text has each tag once.
+    Tags inside the reasoning are removed, so that each tag occurs only once.
 
     Args:
-        reasoning: Text of the think block; None for no think block.
+        reasoning: Text of the think block; None omits the block.
         label: The answer; None ends the text after `<answer>\n`.
 
     >>> render_completion("so", "B")
@@ -238,16 +240,17 @@ def render_completion(reasoning: str | None, label: str | None) -> str:
     return f"{think}<answer>\n{label}\n</answer>"
 
 
-# Qwen3 with enable_thinking=False ends the prompt with an empty think block, its successors with an open `<think>`.
+# Qwen3 with enable_thinking=False ends the prompt with an empty think block; its successors end it with an open one.
 _THINK_START = re.compile(r"<think>\s*(</think>\s*)?\Z")
-_TEMPLATE = "chat_template"  # apart from what is rendered, each text of which is part of the fingerprint
+# The attribute of a tokenizer. It stays outside the rendering functions, whose texts must all change the fingerprint.
+_TEMPLATE = "chat_template"
 
 
 def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
-    """Render the prompt up to the start of the assistant's turn. Encode it with add_special_tokens=False.
+    """Render the prompt up to the start of the assistant's turn; it must be encoded with add_special_tokens=False.
 
-    `enable_thinking` is not set: on Qwen3 that gives the bare header of the turn. A think block that a template opens
-    there is removed, since responses write their own.
+    `enable_thinking` is not set, which on Qwen3 renders only the header of the turn. If a template opens a think block
+    there, it is removed, because responses write their own.
     """
     template = str(getattr(tokenizer, _TEMPLATE, None))
     if not _has_system_role(tokenizer, template):
@@ -265,7 +268,7 @@ def prompt_ids(tokenizer: Any, chat: Sequence[Message]) -> tuple[int, ...]:
 
 
 def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
-    """Put the system text before the first user's text, for templates without a system role."""
+    """Prepend the system text to the first user message, for templates without a system role."""
     if not chat or chat[0].role != "system":
         return tuple(chat)
     system, user, *rest = chat
@@ -274,7 +277,10 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
 
 @lru_cache(maxsize=16)
 def _has_system_role(tokenizer: Any, template: str) -> bool:
-    """Return whether the template neither refuses a system message nor drops its text; rendered once per template."""
+    """Return whether the template renders the text of a system message, instead of refusing or dropping it.
+
+    The template is a parameter because the result is cached for each tokenizer and template.
+    """
     from jinja2 import TemplateError
 
     probe = (Message(role="system", content="catto-system-probe"), Message(role="user", content="x"))
@@ -290,10 +296,11 @@ def _apply_template(chat: Sequence[Message], tokenizer: Any) -> str:
 
 
 def fingerprint() -> str:
-    """Hash what this module renders for a fixed set of questions: another wording, form or tag gives another hash.
+    """Hash what this module renders for a fixed set of questions: a change to a wording, form or tag changes the hash.
 
-    The set has every task of WORDING and one that is not there, with letters, lines and words as options, with and
-    without reasoning; the endings; and the prompt's text for templates with and without a system role.
+    The questions cover every task in WORDING and one that is not in it, and options with one line, several lines and no
+    text. Each is rendered with and without reasoning. Responses, and prompts with and without a system role, are
+    hashed as well.
     """
     rendered: list[object] = []
     for reasoning_text in ("r", None):
@@ -313,7 +320,7 @@ def fingerprint() -> str:
 def open_fingerprint() -> str:
     """Hash what this module renders for questions without options, and for judgements of answers.
 
-    It is apart from `fingerprint`, which is in the keys of stages that ask questions with labels.
+    It is separate from `fingerprint`, because the keys of stages that ask questions with labels contain only that one.
     """
     rendered: list[object] = []
     for task in (*OPEN_WORDING, "none of these"):
@@ -328,7 +335,7 @@ def open_fingerprint() -> str:
 
 
 def _list_open_prompts(question: Question) -> list[str]:
-    """Render a question with every combination of reasoning and stated confidence, and the judgement of an answer."""
+    """Render a question with each combination of reasoning and stated confidence, and the judgements of an answer."""
     template = _Template(has_system_role=True)
     texts = []
     for reasoning in (True, False):
@@ -340,7 +347,7 @@ def _list_open_prompts(question: Question) -> list[str]:
 
 
 def _probe_questions(task: str) -> list[Question]:
-    """Make questions with one field and with two; with letters, lines and words as options."""
+    """Make questions with one and with two fields, and with single-line, multi-line and empty option texts."""
     single = {"question": "q"}
     double = {"premise": "p", "given_hypothesis": "h"}
     return [
@@ -356,7 +363,7 @@ def _probe_question(task: str, fields: dict[str, str], texts: tuple[str, ...]) -
 
 
 class _Template(NamedTuple):
-    """A chat template with or without a system role that opens a think block."""
+    """A stand-in for a tokenizer whose chat template opens a think block; it may have a system role or not."""
 
     has_system_role: bool
 

@@ -1,6 +1,6 @@
-"""The records that stages pass to each other: one JSON object a line, a manifest beside the file.
+"""The records that stages pass to each other: files with one JSON object per line, and a manifest next to each file.
 
-`catto.files` reads and writes them. Reading validates: a bad row is one `DataError` that names file, row and field.
+`catto.io` reads and writes them. Reading validates: a bad row raises a `DataError` that names the file, row and field.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ SCHEMA_VERSION = 1
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts as it is, or as wrong
-Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is compared with the accepted ones
+Unparsed = Literal["fallback", "wrong"]  # whether a forced answer counts like any other, or as wrong
+Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is compared with the accepted answers
 
-# How an answer was found: in its tags, without them, or forced. A response without a short answer has `none`.
+# How an answer was found: inside its tags, without tags, or forced. `none` is a response without a short answer.
 AnswerSource = Literal["free", "plain", "fallback", "none"]
-# Where a confidence comes from: the label's probability, the share of equal samples, the probability that the model
-# calls its own answer right, or the number that it states.
+# Where a confidence comes from: the probability of the label, the share of samples with the same answer, the
+# probability that the model calls its own answer right, or the number that the model states.
 ConfidenceKind = Literal["label", "agreement", "ptrue", "verbal"]
 CONFIDENCE_KINDS: tuple[ConfidenceKind, ...] = ("label", "agreement", "ptrue", "verbal")
 GRADES: tuple[Grade, ...] = ("exact", "number", "any-of")
 
-# float32 may round the logarithm of a probability of 1 up to this.
+# In float32, the logarithm of a probability of 1 may be rounded up to this value.
 LOGPROB_NOISE = 1e-6
-# A number, never a text; NaN and everything above the noise are refused. Minus infinity is allowed.
+# A number and not a string. NaN and values above the noise are refused; minus infinity is allowed.
 LogProbability = Annotated[float, Field(strict=True, le=LOGPROB_NOISE)]
 
 
 class Record(BaseModel):
-    """A closed, immutable record: an unknown field is an error."""
+    """An immutable record; an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,39 +47,39 @@ Key = tuple[str, int]  # (question id, number of the sample)
 class Sampled(Record):
     """A record about one sample of one question."""
 
-    if TYPE_CHECKING:  # each record declares both fields itself, so that its own order of fields is that of the file
+    if TYPE_CHECKING:  # each record declares both fields itself, because files keep the order of the declarations
         question: str
         sample: int
 
     @property
     def key(self) -> Key:
-        """(question, sample)."""
+        """The pair (question, sample), which identifies the record."""
         return self.question, self.sample
 
     @property
     def name(self) -> str:
-        """How an error names it: `question q7 sample 0`."""
+        """The name in error messages, such as `question q7 sample 0`."""
         return f"question {self.question} sample {self.sample}"
 
 
 class Option(Record):
-    """One choice of a question: the label that answers with it, and its text."""
+    """One choice of a question: its label and its text."""
 
     label: str
     text: str
 
 
 class Question(Record):
-    """A question: multiple choice, or without options and answered by a short text or a number.
+    """A multiple-choice question, or a question without options whose answer is a short text or a number.
 
     Attributes:
-        fields: Its text parts by name (`question`, or `premise` and `hypothesis`).
-        options: The choices; none if the answer is a short text or a number.
+        fields: The parts of its text by name (`question`, or `premise` and `hypothesis`).
+        options: The choices; empty if the answer is a short text or a number.
         gold: The label of the right option, or the first accepted answer.
-        posterior: Label -> exact probability, where the world is known.
-        accepted: The accepted answers of a question without options.
-        grade: How an answer is compared with them.
-        tolerance: For the grade `number`: the largest difference, as a share of the accepted value.
+        posterior: Label -> exact probability, for tasks in which it is known.
+        accepted: The accepted answers to a question without options.
+        grade: How an answer is compared with the accepted ones.
+        tolerance: For the grade `number`, the largest allowed difference as a share of the accepted value.
 
     >>> options = (Option(label="A", text="red"), Option(label="B", text="blue"))
     >>> Question(id="1", task="t", split="test", fields={"question": "Which?"}, options=options, gold="B").labels
@@ -93,7 +93,7 @@ class Question(Record):
     options: tuple[Option, ...] = ()
     gold: str
     posterior: dict[str, float] | None = None
-    # Not stored if None, as in every file that was written before there were questions without options.
+    # These three are stored only if set, so files of questions with options look as they did in older versions.
     accepted: tuple[str, ...] | None = Field(default=None, min_length=1, exclude_if=lambda accepted: accepted is None)
     grade: Grade | None = Field(default=None, exclude_if=lambda grade: grade is None)
     tolerance: float = Field(default=0.0, ge=0, exclude_if=lambda tolerance: tolerance == 0)
@@ -132,7 +132,7 @@ class Question(Record):
 
 
 class Response(Sampled):
-    """One answer of a teacher to one question, right or wrong, with how it was sampled."""
+    """A teacher's answer to a question, right or wrong, with the sampling settings."""
 
     question: str
     sample: int = Field(ge=0)
@@ -142,7 +142,7 @@ class Response(Sampled):
     correct: bool
     model: str
     temperature: float | None = Field(default=None, ge=0)
-    temperature_acts: bool = True  # False where the server is known to ignore the temperature
+    temperature_acts: bool = True  # False if the server is known to ignore the temperature
     seed: int | None = None
     prompt_tokens: int | None = None
     tokens: int | None = None
@@ -153,9 +153,9 @@ class Response(Sampled):
 
 
 class Refusal(Sampled):
-    """A request that got no usable reply and is left out: one line of why, without key or prompt.
+    """A request without a usable reply, which is left out. `refused` is the reason in one line, without key or prompt.
 
-    `refused` is the first field, so that the beginning of a line shows what it is.
+    `refused` is the first field, so that a refusal can be recognised by the beginning of its line.
     """
 
     refused: str
@@ -164,14 +164,14 @@ class Refusal(Sampled):
 
 
 class Message(Record):
-    """One turn of a chat, as Transformers' chat templates take it."""
+    """One turn of a chat, in the format of Transformers' chat templates."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class SftRow(Record):
-    """TRL's conversational prompt-completion format with our columns. `label` is what the completion answers."""
+    """TRL's conversational prompt-completion format with our columns. `label` is the answer in the completion."""
 
     prompt: tuple[Message, ...]
     completion: tuple[Message, ...]
@@ -181,7 +181,7 @@ class SftRow(Record):
     gold: str
     label: str | None
     correctness_rate: float = Field(ge=0, le=1)
-    # label -> share among samples of the question; not stored if None
+    # Label -> share of the question's samples; not stored if None.
     votes: dict[str, float] | None = Field(default=None, exclude_if=lambda votes: votes is None)
 
     @model_validator(mode="after")
@@ -212,7 +212,7 @@ class PreferenceRow(Record):
 
 
 class Prediction(Sampled):
-    """One candidate answer of one question; k candidates are k lines. Docs: docs/conventions.md."""
+    """One sampled answer to a question; k samples are k lines. docs/conventions.md describes the fields."""
 
     question: str
     task: str
@@ -221,7 +221,7 @@ class Prediction(Sampled):
     sample: int = Field(ge=0)
     text: str
     label: str | None
-    # The following four are not stored if None: a label's own probability needs none of them.
+    # The following four are not stored if None. Only confidences other than the label's own probability need them.
     answer: str | None = Field(default=None, exclude_if=lambda answer: answer is None)
     correct: bool | None = Field(default=None, exclude_if=lambda correct: correct is None)
     confidence_kind: ConfidenceKind | None = Field(default=None, exclude_if=lambda kind: kind is None)
@@ -230,12 +230,12 @@ class Prediction(Sampled):
     )
     source: AnswerSource
     confidence: float = Field(ge=0, le=1, strict=True)
-    confidence_raw: float | None = None  # before a calibrator, where one was applied
+    confidence_raw: float | None = None  # the confidence before calibration; None if no calibrator was applied
     label_logprobs: dict[str, LogProbability] | None = None
     logsumexp: dict[str, float] | None = None  # tau -> log-sum-exp(logits / tau) - max / tau
     mean_logprob: LogProbability | None = None
-    self_certainty: float | None = None  # where the engine gives the candidates of every token
-    lowest_group: float | None = None  # the lowest self-certainty of consecutive tokens
+    self_certainty: float | None = None  # None unless the engine returns the candidates of every token
+    lowest_group: float | None = None  # the lowest self-certainty of a group of consecutive tokens
     tokens: int | None = None
     temperature: float = Field(ge=0)
     seed: int
@@ -244,35 +244,42 @@ class Prediction(Sampled):
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer was graded as right, else whether the label is the gold one; none is never right."""
+        """Whether the answer was graded as right; without a grade, whether the label is the gold label."""
         if self.correct is not None:
             return self.correct
         return self.label == self.gold
 
     @property
     def choice(self) -> str | None:
-        """What samples of a question are compared by: the label, or the normalised answer; None without either."""
+        """The label or else the normalised answer, by which samples of a question are compared; None without either."""
         if self.label is not None:
             return self.label
         return self.answer
 
     @property
     def is_forced(self) -> bool:
-        """Whether the response gave no answer and the most probable label was taken."""
+        """Whether the response had no answer, so that the most probable label was taken."""
         return self.source == "fallback"
 
     def counts_as_correct(self, unparsed: Unparsed) -> bool:
-        """Return whether the answer counts as right; with `wrong`, a forced answer never does."""
+        """Return whether the answer counts as right. With `wrong`, a forced answer never counts as right."""
         if unparsed == "wrong" and self.is_forced:
             return False
         return self.is_correct
 
 
 class Protocol(Record):
-    """How one answer is made of k samples: what a threshold's guarantee depends on besides model and questions.
+    """How one answer is made from k samples. A threshold's guarantee depends on it, on the model and on the questions.
 
-    `stop`: adaptive k, which ends votes when they are settled and the most confident at this confidence. `fallback`:
-    a response without an answer is continued to one (`answer`), or has none (`none`); None: all had one.
+    Attributes:
+        rule: How one of the samples is chosen.
+        k: The number of samples.
+        temperature: Their sampling temperature.
+        fallback: Whether a response without an answer is continued to one (`answer`) or has no answer (`none`). None if
+            every response had an answer.
+        stop: The setting of adaptive k; None takes all k samples. Voting stops when the vote is settled, and `most
+            confident` stops at this confidence.
+        confidence_kind: The kind of the confidences; None means the labels' own probabilities.
     """
 
     rule: str
@@ -280,15 +287,19 @@ class Protocol(Record):
     temperature: float = Field(ge=0)
     fallback: Literal["answer", "none"] | None
     stop: float | None = None
-    # What the confidences are; not stored if they are the labels' own.
     confidence_kind: ConfidenceKind | None = Field(default=None, exclude_if=lambda kind: kind is None)
 
 
 class FinalAnswer(Record):
-    """The answer chosen among a question's samples; `confidence_raw` is the model's own for the chosen sample.
+    """The answer chosen among a question's samples.
 
-    `sample` was chosen of the `samples` that were taken; `votes` of them have its label, or its answer where there are
-    no labels, and all have `tokens` tokens.
+    Attributes:
+        sample: The number of the chosen sample.
+        confidence: Its confidence; calibrated if a calibrator was applied.
+        confidence_raw: Its confidence before calibration.
+        samples: How many samples were taken.
+        votes: How many of these have the same label as the chosen one or, without labels, the same answer.
+        tokens: Number of tokens of all samples that were taken; None if not known.
     """
 
     question: str
@@ -306,15 +317,16 @@ class FinalAnswer(Record):
 
     @property
     def choice(self) -> str | None:
-        """The label, or the answer where there are no labels; None without either."""
+        """The label, or the answer if there is no label; None without either."""
         return self.answer if self.label is None else self.label
 
 
 class PairLogprobs(Record):
-    """How probable the responses of a preference pair are under one model: sums over tokens, in nats.
+    """The log-probabilities of the two responses of a preference pair under one model: sums over tokens, in nats.
 
-    The tokens that both responses begin with are left out: they cancel in every difference of the two, and rounding
-    must not break a tie. Reasoning is what comes before the label; its sums are None where both reason alike.
+    Tokens at the beginning that both responses share are left out. They cancel in every difference of the two, where
+    rounding must not break a tie. The reasoning is the text before the label; its sums are None if both responses have
+    the same reasoning.
     """
 
     question: str
@@ -325,10 +337,11 @@ class PairLogprobs(Record):
 
 
 class PairMargin(Record):
-    """How far a model's implicit reward prefers the chosen response of a held-out pair, in nats.
+    """How much a model's implicit reward prefers the chosen response of a held-out pair, in nats.
 
-    whole: over the whole responses. reasoning: over the tokens before the label; None where both responses have the
-    same reasoning.
+    Attributes:
+        whole: The margin over the whole responses.
+        reasoning: The margin over the tokens before the label; None if both responses have the same reasoning.
     """
 
     question: str
@@ -337,7 +350,7 @@ class PairMargin(Record):
 
 
 class Manifest(Record):
-    """Describes the file of records that it is beside: what they are, how they were made, how many."""
+    """Describes the file of records next to it: what the records are, how they were made, and how many there are."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str
@@ -352,7 +365,12 @@ _NAME = re.compile(r"(?=.*[^.])[A-Za-z0-9._+-]{1,64}", re.ASCII)
 
 
 def checked_name(name: str, what: str, plus: bool = False) -> str:
-    """Return a name that is safe as a part of a path, or raise ValueError. plus: `+` is allowed, as in `dpo+catto`.
+    """Return the name if it is safe as a part of a path; otherwise raise ValueError.
+
+    Args:
+        name: The name.
+        what: What is named, for the message.
+        plus: Whether `+` is allowed, as in `dpo+catto`.
 
     >>> checked_name("../escaped", "task")
     Traceback (most recent call last):
@@ -366,7 +384,7 @@ def checked_name(name: str, what: str, plus: bool = False) -> str:
 
 
 def content_hash(value: object, length: int = 16) -> str:
-    """A stable hex digest of any JSON value, independent of key order.
+    """Return a stable hex digest of any JSON value, which does not depend on the order of keys.
 
     >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
     True

@@ -1,8 +1,8 @@
-"""Secrets in settings of a free form: which values may be one, what is stored in their place, and what is sent.
+"""Keep secrets in free-form settings out of files: detect them, and store a digest in their place.
 
-People put keys into the body that goes to a server. Such a value is used and never stored: files get a digest of it, so
-that a changed value is noticed. Where files must suffice to send it again, it is written as `${NAME}`, the name of an
-environment variable.
+People put keys into the body of requests to a server. Such a value is sent but never stored. Files get a digest of it,
+so that a changed value is detected. If the files alone must be enough to send the value again, it has to be written as
+`${NAME}`, with the name of an environment variable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from catto.records import content_hash
 
-# Words in the name of a setting that holds a secret; `tokens` is not among them, as in max_tokens.
+# Words that occur in the names of settings with secrets. `tokens` is not one of them, because of max_tokens.
 SECRET_WORDS = frozenset(
     {
         "apikey",
@@ -38,26 +38,26 @@ SECRET_WORDS = frozenset(
         "token",
     }
 )
-# The words of snake_case and camelCase.
+# The words of a name in snake_case or camelCase.
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _REFERENCE = re.compile(r"\$\{\w+(?::-(?P<default>[^}]*))?\}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{16}")
 _LOGIN = re.compile(r"//[^/\s]*@|^(?:Basic|Bearer|Token)\s+\S", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-# So many letters and digits mixed without a break are a key and not a name: `Llama-3-70B-Instruct` is a name.
+# At least this many mixed letters and digits without a separator are a key. `Llama-3-70B-Instruct` is only a name.
 MIN_MIXED_CHARACTERS = 10
-# The same for letters alone or digits alone: the date in `claude-3-opus-20240229` is no key.
+# The same for letters alone or digits alone. The date in `claude-3-opus-20240229` is not a key.
 MIN_UNMIXED_CHARACTERS = 28
 
 
 def redact(value: Any, *, is_secret: bool = False) -> Any:
-    """Return a JSON value in which a digest replaces every text or number that may be a secret.
+    """Return a JSON value in which every text or number that may be a secret is replaced by a digest.
 
-    Redacting twice changes nothing more, so a value that is read back from a file has the hash of the original.
+    Redacting the result again does not change it, so a value that is read back from a file has the same hash.
 
     Args:
         value: Any JSON value.
-        is_secret: Whether the value belongs to a setting whose name says that it holds a secret.
+        is_secret: Whether the name of the setting says that the value is a secret.
 
     >>> redact({"thinking": {"type": "disabled"}, "auth": "${MY_KEY}"})
     {'thinking': {'type': 'disabled'}, 'auth': '${MY_KEY}'}
@@ -74,7 +74,7 @@ def redact(value: Any, *, is_secret: bool = False) -> Any:
 
 
 def names_secret(name: str) -> bool:
-    """Whether a setting of this name holds a secret.
+    """Return whether the value of a setting with this name is a secret.
 
     >>> names_secret("apiKey"), names_secret("X-Auth-Token"), names_secret("max_tokens")
     (True, True, False)
@@ -83,7 +83,7 @@ def names_secret(name: str) -> bool:
 
 
 def looks_like_secret(text: str) -> bool:
-    """Whether a text has the form of a key, whatever the setting is called.
+    """Return whether a text has the form of a key, whatever the setting is called.
 
     >>> looks_like_secret("sk-5f2c81d09ab34e67"), looks_like_secret("meta-llama/Llama-3-70B-Instruct")
     (True, False)
@@ -92,14 +92,14 @@ def looks_like_secret(text: str) -> bool:
         return True
     for part in re.findall(r"[A-Za-z0-9+]+", text):
         is_mixed = not part.isalpha() and not part.isdecimal()
-        least = MIN_MIXED_CHARACTERS if is_mixed else MIN_UNMIXED_CHARACTERS
-        if len(part) >= least:
+        min_length = MIN_MIXED_CHARACTERS if is_mixed else MIN_UNMIXED_CHARACTERS
+        if len(part) >= min_length:
             return True
     return False
 
 
 def _may_be_secret(value: object, is_secret: bool) -> bool:
-    """Whether a value must not be stored. is_secret: whether the name of its setting says so."""
+    """Return whether a value may be a secret. is_secret: Whether the name of its setting says so."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return False
     if not isinstance(value, str):
@@ -108,14 +108,18 @@ def _may_be_secret(value: object, is_secret: bool) -> bool:
     if not value or is_redacted_already:
         return False
     if _REFERENCE.search(value):
-        # The name of a variable is no secret, but its default and the text around it may be.
+        # The name of a variable is not a secret, but its default and the text around it may be one.
         literal_text = _REFERENCE.sub(lambda match: match["default"] or "", value)
         return looks_like_secret(literal_text)
     return is_secret or looks_like_secret(value)
 
 
 def find_redacted(value: Any, place: str) -> Iterator[str]:
-    """Yield the places of digests, such as `extra_body.api_key`, in a value that was read back from a file.
+    """Yield the paths of digests, such as `extra_body.api_key`, in a value that was read back from a file.
+
+    Args:
+        value: Any JSON value.
+        place: The path of the value.
 
     >>> list(find_redacted({"api_key": "sha256:6cc43f858fbb7633"}, "extra_body"))
     ['extra_body.api_key']
@@ -131,7 +135,7 @@ def find_redacted(value: Any, place: str) -> Iterator[str]:
 
 
 def secret_texts(written: Any, sent: Any) -> Iterator[str]:
-    """Yield the texts that no message may show: what redaction replaces, and the values of environment variables.
+    """Yield the texts that no message may show: those that redaction replaces, and values of environment variables.
 
     Args:
         written: A setting as the user wrote it, with references such as `${NAME}`.
@@ -144,7 +148,7 @@ def secret_texts(written: Any, sent: Any) -> Iterator[str]:
 
 
 def _texts_that_differ(stored: Any, sent: Any) -> Iterator[str]:
-    """Yield the texts of `sent` that `stored`, a value of the same shape, does not hold at their places."""
+    """Yield the texts in `sent` that differ from those at the same place in `stored`, which has the same structure."""
     if isinstance(sent, dict):
         for name, item in sent.items():
             yield from _texts_that_differ(stored[name], item)

@@ -4,15 +4,15 @@
 
     trainer = GRPOTrainer(model, reward_funcs=[brier_reward, format_reward], train_dataset=dataset, args=args)
 
-Each function has TRL's signature and reads these columns of the dataset:
+Each function has the signature that TRL expects and reads these columns of the dataset:
 
-- `gold`: the right label, the accepted answer, or a list of accepted answers; None gives no reward to that row;
-- `labels`: the labels of a multiple-choice question; without any the answer is a short text or a number;
+- `gold`: the right label, the accepted answer, or a list of accepted answers; a row with None gets no reward;
+- `labels`: the labels of a multiple-choice question; without labels, the answer is a short text or a number;
 - `grade`: `exact`, `number` or `any-of`, for answers without labels; `exact` if there is no such column.
 
-Answers and confidences are read as everywhere in catto: the answer from its `<answer>` block, the confidence from
-`<confidence>0.8</confidence>`, both strictly. The prompt must ask for them; `catto.prompts.render_messages` does so
-with `confidence=True`. Options of a function are set with `functools.partial`. No function needs torch.
+Answers and confidences are read as everywhere in catto: the answer from its `<answer>` block, and the confidence from
+`<confidence>0.8</confidence>`, both strictly. The prompt must ask for them, as `catto.prompts.render_messages` does
+with `confidence=True`. Set the options of a function with `functools.partial`. No function needs torch.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from catto.records import Grade
 Rewards = list[float | None]
 LogMetric = Callable[[str, float], None]
 
-MISSING_REWARD = -1.0  # the lowest value of `brier_reward` and `log_reward`: leaving the confidence out never pays
-# TRL averages what is logged, and the mean of many small ECEs is too large: ECE is that of the latest completions.
+MISSING_REWARD = -1.0  # the lowest value of `brier_reward` and `log_reward`, so leaving out the confidence never pays
+# The ECE is computed over this many recent completions: TRL averages the logged values, and the mean of the ECEs of
+# small batches is too large.
 ECE_WINDOW = 1000
 ABSTENTIONS = frozenset(
     normalize_answer(text)
@@ -41,12 +42,12 @@ ABSTENTIONS = frozenset(
 
 
 class GradedCompletion(NamedTuple):
-    """A completion with what was read of it.
+    """A completion with its answer graded and its stated confidence.
 
     Attributes:
-        text: Its text.
+        text: The text of the completion.
         is_answered: Whether an answer could be read.
-        is_right: Whether it is right; an answer that cannot be read is wrong.
+        is_right: Whether the answer is right; an answer that cannot be read is wrong.
         confidence: The stated confidence; None if it is missing.
     """
 
@@ -65,15 +66,15 @@ def correctness_reward(
     tolerance: float = 0.0,
     **columns: Any,
 ) -> Rewards:
-    """Return 1 for a right answer, 0 for a wrong one or none.
+    """Return 1 for a right answer, and 0 for a wrong or missing one.
 
     Args:
-        completions: The completions: texts, or lists of messages, of which the last one is read.
-        gold: The right label or the accepted answers of each row; None gives no reward to that row.
+        completions: Texts, or lists of messages of which the last one is read.
+        gold: The right label or the accepted answers of each row; a row with None gets no reward.
         labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
         grade: How answers without labels are compared; see `catto.answer.grading`.
-        tolerance: The largest relative difference of numbers.
-        columns: The other columns, and what TRL adds.
+        tolerance: The largest allowed relative difference between numbers.
+        columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
         One reward per completion, in {0, 1} or None.
@@ -98,11 +99,11 @@ def format_reward(
     """Return 1 for a completion whose answer and stated confidence can both be read, else 0.
 
     Args:
-        completions: The completions: texts, or lists of messages, of which the last one is read.
+        completions: Texts, or lists of messages of which the last one is read.
         gold: As in `correctness_reward`; it is not compared with the answer.
         labels: As in `correctness_reward`.
         grade: As in `correctness_reward`; for `number` the answer must be one number.
-        columns: The other columns, and what TRL adds.
+        columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
         One reward per completion, in {0, 1} or None.
@@ -129,18 +130,18 @@ def brier_reward(
 ) -> Rewards:
     """Return z - (q - z)^2 for correctness z and stated confidence q: the reward of RLCR.
 
-    For an answer that is right with probability p, the expected reward is largest at q = p, where it is p^2. So it also
-    grows with p: the best answer is still the most probable one.
+    For an answer that is right with probability p, the expected reward is largest at q = p, where it equals p^2. So it
+    also grows with p, and the best answer is still the one most likely to be right.
 
     Args:
-        completions: The completions: texts, or lists of messages, of which the last one is read.
+        completions: Texts, or lists of messages of which the last one is read.
         gold: As in `correctness_reward`.
         labels: As in `correctness_reward`.
         grade: As in `correctness_reward`.
-        tolerance: The largest relative difference of numbers.
-        log_metric: TRL's function for metrics, for `log_stated_confidence`; None logs nothing.
-        trainer_state: TRL's state; another one begins a new window for ECE.
-        columns: The other columns, and what else TRL adds.
+        tolerance: The largest allowed relative difference between numbers.
+        log_metric: TRL's function that logs a metric, used by `log_stated_confidence`; None logs nothing.
+        trainer_state: TRL's state. A different object is a new training run and starts a new window for the ECE.
+        columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
         One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
@@ -169,20 +170,20 @@ def log_reward(
 ) -> Rewards:
     """Return z + log P(z) / log(1 / clip), where P is q for a right answer and 1 - q for a wrong one.
 
-    q is the stated confidence, moved into [clip, 1 - clip]. The division bounds the score to [-1, 0]. Without it, an
-    answer that is surely wrong would be worth more than one that is right with probability 0.2: z + log P(z) falls in
-    p below 0.27. With it, the expected reward at q = p grows with p.
+    q is the stated confidence, clipped to [clip, 1 - clip]. The division bounds the score to [-1, 0]. Without it, an
+    answer that is certainly wrong would be worth more than one that is right with probability 0.2, because at q = p the
+    expectation of z + log P(z) decreases in p below 0.27. With it, the expected reward at q = p grows with p.
 
     Args:
-        completions: The completions: texts, or lists of messages, of which the last one is read.
+        completions: Texts, or lists of messages of which the last one is read.
         gold: As in `correctness_reward`.
         labels: As in `correctness_reward`.
         grade: As in `correctness_reward`.
-        tolerance: The largest relative difference of numbers.
+        tolerance: The largest allowed relative difference between numbers.
         clip: The smallest probability, above 0 and below 0.5.
-        log_metric: TRL's function for metrics, for `log_stated_confidence`; None logs nothing.
-        trainer_state: TRL's state; another one begins a new window for ECE.
-        columns: The other columns, and what else TRL adds.
+        log_metric: TRL's function that logs a metric, used by `log_stated_confidence`; None logs nothing.
+        trainer_state: TRL's state. A different object is a new training run and starts a new window for the ECE.
+        columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
         One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
@@ -222,20 +223,20 @@ def abstention_reward(
     log_metric: LogMetric | None = None,
     **columns: Any,
 ) -> Rewards:
-    """Return 1 for a right answer, 0 for an abstention, -t / (1 - t) for a wrong answer or none.
+    """Return 1 for a right answer, 0 for an abstention, and -t / (1 - t) for a wrong or missing answer.
 
     An answer that is right with probability p is worth more than an abstention if p is above the threshold t. An
-    abstention is an answer block that says "I don't know" or "unknown", and a few other forms (`ABSTENTIONS`).
+    abstention is an answer block with "I don't know", "unknown" or one of a few other phrases (`ABSTENTIONS`).
 
     Args:
-        completions: The completions: texts, or lists of messages, of which the last one is read.
+        completions: Texts, or lists of messages of which the last one is read.
         gold: As in `correctness_reward`.
         labels: As in `correctness_reward`.
         grade: As in `correctness_reward`.
-        tolerance: The largest relative difference of numbers.
+        tolerance: The largest allowed relative difference between numbers.
         threshold: The probability t above which an answer pays, at least 0 and below 1.
-        log_metric: TRL's function for metrics: the share of abstentions is logged. None logs nothing.
-        columns: The other columns, and what else TRL adds.
+        log_metric: TRL's function that logs a metric, here the share of abstentions; None logs nothing.
+        columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
         One reward per completion, or None.
@@ -297,21 +298,21 @@ def grade_completions(
     *,
     tolerance: float = 0.0,
 ) -> list[GradedCompletion | None]:
-    """Read and grade completions; a row without gold is None.
+    """Read and grade completions; the result for a row without gold is None.
 
     Args:
-        completions: The completions: texts, or lists of messages, of which the last one is read.
+        completions: Texts, or lists of messages of which the last one is read.
         gold: The right label or the accepted answers of each row.
         labels: The labels of each row, or None.
         grade: How answers without labels are compared, or None.
-        tolerance: The largest relative difference of numbers.
+        tolerance: The largest allowed relative difference between numbers.
 
     Returns:
         One entry per completion.
 
     Raises:
-        ValueError: If a column has another length than the completions, the gold label of a row is not one of its
-            labels, or an accepted answer cannot be compared.
+        ValueError: If a column and the completions differ in length, the gold label of a row is not one of its labels,
+            or an accepted answer cannot be compared.
 
     Example:
         >>> [completion] = grade_completions(["<answer>5</answer><confidence>70%</confidence>"], gold=["five"])
@@ -338,9 +339,10 @@ def grade_completions(
 
 
 def read_completion_text(completion: Any) -> str:
-    """Return the text of a completion: itself, or the content of its last message.
+    """Return the text of a completion, which is a string or a list of messages of which the last one is read.
 
-    Of a content in parts, the texts are joined. The text is empty if there is no message or no content.
+    If the content of the message is a list of parts, their texts are joined. Without messages or content, the text is
+    empty.
 
     Example:
         >>> read_completion_text([{"role": "assistant", "content": "<answer>B</answer>"}])
@@ -359,7 +361,7 @@ def read_completion_text(completion: Any) -> str:
 
 
 def is_abstention(text: str) -> bool:
-    """Whether the answer of a completion is that it does not know; False if no answer can be read.
+    """Return whether a completion answers that it does not know; False if no answer can be read.
 
     Example:
         >>> is_abstention("<answer>I don't know.</answer>"), is_abstention("<answer>B</answer>")
@@ -383,7 +385,7 @@ def _grade_label(text: str, gold: Any, labels: Sequence[str]) -> GradedCompletio
 
 def _grade_short_answer(text: str, gold: Any, grade: Grade, tolerance: float) -> GradedCompletion:
     accepted = [gold] if isinstance(gold, str) else list(gold)
-    answer = find_answer_text(text) or ""  # an empty text has no key and is wrong
+    answer = find_answer_text(text) or ""  # an empty answer has no key and is graded as wrong
     return GradedCompletion(
         text=text,
         is_answered=find_answer_key(answer, grade) is not None,
@@ -396,20 +398,33 @@ def _grade_short_answer(text: str, gold: Any, grade: Grade, tolerance: float) ->
 
 
 class RecentConfidences:
-    """The latest `ECE_WINDOW` stated confidences of one training, with whether their answers were right."""
+    """The latest `ECE_WINDOW` stated confidences of one training run, and whether their answers were right.
+
+    Args:
+        trainer_state: TRL's state, of which each training run has its own object.
+    """
 
     def __init__(self, trainer_state: Any) -> None:
         self.trainer_state = trainer_state
-        self.rows: deque[tuple[float, bool]] = deque(maxlen=ECE_WINDOW)
+        self.rows: deque[tuple[float, bool]] = deque(maxlen=ECE_WINDOW)  # (confidence, whether the answer was right)
 
     def compute_ece(self) -> float:
-        """Return the ECE of the window."""
-        confidence = [row[0] for row in self.rows]
-        correct = [row[1] for row in self.rows]
+        """Return the ECE over the window."""
+        confidence = [stated for stated, _ in self.rows]
+        correct = [is_right for _, is_right in self.rows]
         return float(ece(confidence, correct))
 
 
 _RECENT: dict[str, RecentConfidences] = {}  # name of a reward function -> its window
+
+
+def _find_window(name: str, trainer_state: Any) -> RecentConfidences:
+    """Return the window of a reward function, a new one if a new training run has begun."""
+    window = _RECENT.get(name)
+    if window is None or window.trainer_state is not trainer_state:
+        window = RecentConfidences(trainer_state)
+        _RECENT[name] = window
+    return window
 
 
 def log_stated_confidence(
@@ -420,22 +435,19 @@ def log_stated_confidence(
 ) -> None:
     """Log accuracy, mean confidence and share of missing confidences of a batch, and the ECE of recent completions.
 
-    Recent completions with a confidence are kept from call to call, in a window for each reward function. Nothing is
+    Each reward function has a window of recent completions with a confidence, which lasts from call to call. Nothing is
     logged if no row of the batch has a gold answer.
 
     Args:
-        name: The name of the reward function, whose window holds `ECE_WINDOW` completions.
+        name: The name of the reward function.
         graded: The completions of a batch; None for rows without gold.
-        log_metric: TRL's function for metrics; None logs nothing.
-        trainer_state: TRL's state; another one begins a new window.
+        log_metric: TRL's function that logs a metric; None logs nothing.
+        trainer_state: TRL's state. A different object is a new training run and starts a new window.
     """
     completions = [completion for completion in graded if completion is not None]
     if log_metric is None or not completions:
         return
-    recent = _RECENT.get(name)
-    if recent is None or recent.trainer_state is not trainer_state:
-        recent = RecentConfidences(trainer_state)
-        _RECENT[name] = recent
+    recent = _find_window(name, trainer_state)
     stated = []
     for completion in completions:
         if completion.confidence is not None:

@@ -1,4 +1,4 @@
-"""Small helpers for sequences of token ids. No torch."""
+"""Small helpers for sequences of token ids; they do not need torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decode token ids; special tokens are shown and white space is left as it is."""
+    """Decode token ids; special tokens are shown and white space is unchanged."""
     text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return str(text)
 
 
 def count_common(*sequences: Sequence[int]) -> int:
-    """Count the first tokens that all sequences have in common.
+    """Return the length of the longest common prefix of all sequences.
 
     Example:
         >>> count_common((1, 2, 3), (1, 2, 4))
@@ -28,13 +28,15 @@ def count_common(*sequences: Sequence[int]) -> int:
 
 
 def count_shared_beginning(prompts: Iterable[Sequence[int]]) -> int:
-    """Count the first tokens that can run once for all prompts; each prompt keeps a last token of its own.
+    """Return the length of the common prefix that can be computed once for all prompts.
+
+    Each prompt keeps at least one token of its own, because the model must run on something to predict the next token.
 
     Args:
         prompts: Token ids of the prompts.
 
     Returns:
-        The number of tokens; 0 if all prompts are equal, since they run as one prompt anyway.
+        The number of tokens; 0 if all prompts are equal, because they then run as one prompt anyway.
 
     Example:
         >>> count_shared_beginning([(1, 2, 3), (1, 2, 4, 5)])
@@ -44,8 +46,8 @@ def count_shared_beginning(prompts: Iterable[Sequence[int]]) -> int:
         >>> count_shared_beginning([(1, 2)])
         0
     """
-    different = {tuple(prompt) for prompt in prompts}
-    if len(different) < 2:
+    distinct = {tuple(prompt) for prompt in prompts}
+    if len(distinct) < 2:
         return 0
-    shortest = min(len(prompt) for prompt in different)
-    return min(count_common(*different), shortest - 1)
+    shortest = min(len(prompt) for prompt in distinct)
+    return min(count_common(*distinct), shortest - 1)
