@@ -316,8 +316,9 @@ def test_the_fingerprint_sees_every_wording(monkeypatch: pytest.MonkeyPatch, tas
 
 # What prompts and endings are made by; the rest of the module reads responses.
 RENDERING = (
-    *("WORDING", "DEFAULT", "_NLI", "messages", "_render_system", "_render_fields", "_render_options"),
-    *("OPEN", "OPEN_NUMBER", "OPEN_WORDING", "render_judgement", "completion", "prompt_text", "fold_system"),
+    *("WORDING", "DEFAULT", "_NLI", "render_messages", "_render_system", "_render_fields", "_render_options"),
+    *("OPEN", "OPEN_NUMBER", "OPEN_WORDING", "JUDGEMENT_LABELS", "render_judgement", "add_judgement"),
+    *("render_completion", "prompt_text", "fold_system"),
 )
 
 
@@ -337,6 +338,10 @@ def texts(tree: ast.Module) -> Iterator[ast.Constant]:
                 stands = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.strip(" ,")
                 if stands and not (isinstance(docstring, ast.Expr) and docstring.value is node):
                     yield node  # type: ignore[misc]
+
+
+def test_every_rendering_name_exists() -> None:
+    assert [name for name in RENDERING if not hasattr(prompts, name)] == []
 
 
 @pytest.mark.parametrize("place", range(len(literals())), ids=literals())
