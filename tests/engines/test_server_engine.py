@@ -214,7 +214,7 @@ def test_certificates_that_are_not_there_are_one_line(monkeypatch: pytest.Monkey
     certificates.cache_clear()
     with pytest.raises(ServerError, match="No such file"):
         list(ServerEngine("http://127.0.0.1:9/v1", "m").generate([request()]))
-    with pytest.raises(ServerError, match=r"it lists no models: .*No such file"):
+    with pytest.raises(ServerError, match=r"does not list its models: .*No such file"):
         ServerEngine("http://127.0.0.1:9/v1", "").find_model()
 
 
@@ -275,7 +275,7 @@ def test_separate_reasoning_is_kept_and_a_thinking_deepseek_warns_once() -> None
     reply = chat("<answer>\nB\n</answer>", model="deepseek-reasoner", reasoning_content="because")
     with OpenAIServer(lambda _: ok(reply)) as server:
         teacher = engine(server)
-        with pytest.warns(UserWarning, match="temperature does not act") as caught:
+        with pytest.warns(UserWarning, match="temperature has no effect") as caught:
             found = [*teacher.generate([request(0), request(1)]), *teacher.generate([request(2)])]
     assert len(caught) == 1
     assert {(g.reasoning, g.temperature_acts) for g in found} == {("because", False)}

@@ -119,7 +119,7 @@ def test_a_label_outside_the_best_candidates_leaves_the_logprobs_null() -> None:
     with serving(lambda seen: served(seen, most=1)) as remote, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         there = evaluate(remote, questions(12), max_tokens=24)
-    assert "top_logprobs gives 1 candidates" in str(caught[0].message)
+    assert "the server returns 1 candidate per token" in str(caught[0].message)
     here = evaluate(engine(), questions(12), max_tokens=24)
     free = [(one, other) for one, other in zip(there, here, strict=True) if one.source == "free"]
     assert free

@@ -320,7 +320,10 @@ def test_a_stream_in_flight_outlives_the_signal_to_stop() -> None:
 
 @pytest.mark.parametrize(
     ("models", "said"),
-    [([], "it lists no models: 404: no such path; name one"), (["a", "b"], "serves a, b; name one")],
+    [
+        ([], "the server does not list its models: 404: no such path; name one"),
+        (["a", "b"], "the server lists a, b; name one"),
+    ],
 )
 def test_an_upstream_without_one_model_is_refused(
     models: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -172,7 +172,7 @@ def test_an_ignored_temperature_is_recorded_and_counted(tmp_path: Path) -> None:
     from openai_server import chat, ok
 
     thinking = ok(chat("<answer>\nA\n</answer>", model="deepseek-reasoner", reasoning_content="since"))
-    with serve(lambda _: thinking) as server, pytest.warns(UserWarning, match="temperature does not act"):
+    with serve(lambda _: thinking) as server, pytest.warns(UserWarning, match="temperature has no effect"):
         teach(questions(1), None, server_settings(server.url), tmp_path)
     found = list(read_records(tmp_path / "responses.jsonl", Response))
     assert {(r.temperature_acts, r.reasoning, r.label) for r in found} == {(False, "since", "A")}

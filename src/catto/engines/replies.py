@@ -1,6 +1,6 @@
-"""Replies of an OpenAI-compatible server: the fields that are read, and the requests that it refuses for good.
+"""Replies of an OpenAI-compatible server: the fields that are read, and requests that the server refuses for good.
 
-A reply that does not fit the models below is unusable. A refusal is reported in one line without secrets. A run stops
+A reply that does not match the models below is unusable. A refusal is reported in one line without secrets. A run stops
 if too many of its questions are refused.
 """
 
@@ -22,28 +22,29 @@ from pydantic_core import from_json
 from catto.engines.base import find_stop_end
 from catto.records import Key, LogProbability, Refusal, Sampled
 
+# Default maximum share of refused questions.
 MOST_REFUSED = 0.2
-# The share of refused questions is checked from this number of questions on.
+# The share is checked once this many questions have been asked.
 MIN_QUESTIONS = 20
-# A server that repeats a prompt quotes at least this many characters of it.
+# Shorter matches between a server's message and the prompt are not treated as quotations.
 MIN_QUOTED_CHARS = 20
 MAX_REASON_CHARS = 300
 
 
 class ServerError(RuntimeError):
-    """A failure that stops a run: one line without the key."""
+    """A failure that stops a run. Its message is one line without the key."""
 
 
 class RefusalCap:
-    """Stop a run if too many questions are refused: then the settings are at fault, not single requests.
+    """Stops a run if too many questions are refused: then the settings are at fault, not single requests.
 
-    Questions are counted, not requests: the samples of one filtered question are all refused. A run whose first 20
-    requests are all refused is stopped as well.
+    Questions are counted, not requests, because a filtered question is refused in all of its samples. A run is also
+    stopped if its first 20 requests are all refused.
 
     Args:
-        most: Maximum share of refused questions, checked from 20 questions on; 1 means no limit.
-        answered: Keys of the answers that an earlier run has stored; they count in the share.
-        refused: Keys of the refusals that an earlier run has stored; they count too.
+        most: Maximum share of refused questions, checked once 20 have been asked; 1 means no limit.
+        answered: Keys of the answers that an earlier run stored. Their questions count as asked.
+        refused: Keys of the refusals that an earlier run stored. Their questions count as asked and refused.
     """
 
     def __init__(self, most: float, answered: Iterable[Key] = (), refused: Iterable[Key] = ()) -> None:
@@ -55,7 +56,7 @@ class RefusalCap:
         self._refused_requests = 0
 
     def count(self, outcome: Sampled) -> None:
-        """Count an answer or a refusal; raise ServerError at one refusal too many."""
+        """Count an answer or a refusal; raise ServerError if there are now too many refusals."""
         self._asked.add(outcome.question)
         if not isinstance(outcome, Refusal):
             self._has_answers = True
@@ -74,11 +75,11 @@ class RefusalCap:
 
     @staticmethod
     def check_some(answered: int, refusals: Iterable[Refusal]) -> None:
-        """Raise ServerError if there are refusals but no answers, however few there were.
+        """Raise ServerError if there are refusals but no answers, even if there are few.
 
         Args:
             answered: Number of answers.
-            refusals: The refusals; the first is the example in the message.
+            refusals: The refusals. The message quotes the first one as an example.
         """
         if answered:
             return
@@ -91,7 +92,7 @@ class RefusalCap:
 
 
 def count_reasons(refusals: Iterable[Refusal]) -> str:
-    """Describe how many refusals have each reason: the three commonest, and `...` for the others.
+    """Describe how many refusals have each reason: the three most common ones, and `...` for the rest.
 
     >>> count_reasons([Refusal(refused="400 in try 1: flagged", question="q", sample=n) for n in range(2)])
     '2 x 400 in try 1: flagged'
@@ -104,15 +105,15 @@ def count_reasons(refusals: Iterable[Refusal]) -> str:
 
 
 def clean_message(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] = ()) -> str:
-    """Put a server's message on one line, without secrets and without what it quotes of the prompt.
+    """Put a server's message on one line, without secrets and without quotations from the prompt.
 
     Args:
         text: The message.
-        secrets: Texts that are replaced by `[key]`.
-        prompt: The texts of the prompt. A quotation of at least 20 characters is replaced by `[prompt]`.
+        secrets: Texts to replace by `[key]`.
+        prompt: The texts of the prompt. Quotations of at least 20 characters are replaced by `[prompt]`.
 
     Returns:
-        At most 300 characters.
+        The cleaned message, at most 300 characters long.
 
     >>> clean_message("bad key: k-77", ["k-77"])
     'bad key: [key]'
@@ -130,10 +131,10 @@ def _join_spaces(text: str) -> str:
 
 
 def _replace_quotations(line: str, prompt: str) -> str:
-    """Replace every stretch of at least 20 characters that is in the prompt; stop after 300 characters of result.
+    """Replace every quotation of at least 20 characters from the prompt; stop after 300 characters of result.
 
-    A prompt of 1 MB is searched in about 10 ms: if the second half of the next 20 characters is not in the prompt, no
-    quotation begins in the first half, which is skipped.
+    Searching a prompt of 1 MB takes about 10 ms. If the second half of the next 20 characters is not in the prompt, no
+    quotation can begin in the first half, which is therefore skipped.
     """
     half = MIN_QUOTED_CHARS // 2
     kept = ""
@@ -150,22 +151,22 @@ def _replace_quotations(line: str, prompt: str) -> str:
             if not kept.endswith("[prompt]"):
                 kept += "[prompt]"
             quotation_end = position + length
-            step = length - MIN_QUOTED_CHARS + 1  # the next quotation may begin within this one
-        kept += line[max(position, quotation_end) : position + step]  # nothing inside a quotation
+            step = length - MIN_QUOTED_CHARS + 1  # a different quotation may begin inside this one
+        kept += line[max(position, quotation_end) : position + step]  # characters inside a quotation are dropped
         position += step
     return kept
 
 
 def _quotation_length(text: str, prompt: str) -> int:
-    """Return the length of the longest beginning of a text that is in the prompt, by bisection.
+    """Return the length of the longest beginning of a text that is in the prompt.
 
-    If a beginning is not in the prompt, no longer one is.
+    Bisection works, because no longer beginning is in the prompt if a shorter one is not.
     """
     return bisect_left(range(len(text)), True, key=lambda length: text[: length + 1] not in prompt)
 
 
 class ReplyMessage(BaseModel):
-    """The assistant's turn. DeepSeek and older vLLM call the separate reasoning `reasoning_content`."""
+    """The assistant's message. DeepSeek and older versions of vLLM name the separate reasoning `reasoning_content`."""
 
     content: str | None = None
     refusal: str | None = None
@@ -174,31 +175,31 @@ class ReplyMessage(BaseModel):
 
     @property
     def separate_reasoning(self) -> str | None:
-        """The reasoning that the server returns separately from the text; None without one."""
+        """The reasoning, if the server returns it separately from the text; None otherwise."""
         return self.reasoning_content or self.reasoning or None
 
     @property
     def text(self) -> str:
-        """The text; a refusal is a text too."""
+        """The content of the message, or else the model's refusal; empty without either."""
         if self.content is not None:
             return self.content
         return self.refusal or ""
 
 
 def drop_noise(logprob: float) -> float:
-    """Return a log-probability, with rounding noise above 0 as 0."""
+    """Return a log-probability, or 0 if rounding noise made it positive."""
     return min(logprob, 0.0)
 
 
 class TopToken(BaseModel):
-    """One candidate token. Servers write minus infinity or null for one that cannot be drawn."""
+    """A candidate token. Servers return minus infinity or null for one that cannot be drawn."""
 
     token: str
     logprob: LogProbability | None
 
 
 class Token(BaseModel):
-    """One token of the text with its best rivals."""
+    """A token of the text, with the most probable candidates at its position."""
 
     token: str
     logprob: Annotated[LogProbability, Field(allow_inf_nan=False), AfterValidator(drop_noise)]
@@ -207,9 +208,9 @@ class Token(BaseModel):
 
     @property
     def candidates(self) -> dict[str, float]:
-        """Text -> log-probability; the token that was drawn need not be among the best."""
+        """Text -> log-probability of the candidates and of the drawn token, which need not be among them."""
         possible: dict[str, float] = {}
-        # Two tokens may have one text: the likeliest, which comes first, counts.
+        # Tokens may have the same text. The most probable one comes first, so the reversed order lets it win.
         for top in reversed(self.top_logprobs or ()):
             if top.logprob is not None and isfinite(top.logprob):
                 possible[top.token] = drop_noise(top.logprob)
@@ -226,7 +227,7 @@ class Choice(BaseModel):
 
 
 class Reply(BaseModel):
-    """A chat completion, with token counts as the server bills them."""
+    """A chat completion. Its token counts are those that the server bills."""
 
     model: str | None = None
     choices: tuple[Choice, ...] = Field(min_length=1)
@@ -241,13 +242,13 @@ class ModelName(BaseModel):
 
 
 class ModelList(BaseModel):
-    """What /v1/models lists."""
+    """The reply of /v1/models."""
 
     data: tuple[ModelName, ...]
 
 
 def error_message(content: bytes | bytearray) -> str | None:
-    """Return the message of an error reply in one of its usual forms, with its code; None if it has none.
+    """Return the message and code of an error reply in one of the usual forms; None if it has no message.
 
     >>> error_message(b'{"error": {"message": "no such model", "code": "model_not_found"}}')
     'no such model (model_not_found)'
@@ -272,28 +273,39 @@ def error_message(content: bytes | bytearray) -> str | None:
 
 
 class ReplyText(NamedTuple):
-    """The text of a reply up to its stop text. What follows is None if the server returned no log-probabilities."""
+    """The text of a reply up to its stop text, with the log-probabilities of its tokens.
+
+    Attributes:
+        text: The text.
+        tops: Each token's text, and the log-probabilities of its candidates. None if the server returned none.
+        mean_logprob: Mean log-probability of the tokens. None if the server returned none.
+    """
 
     text: str
-    tops: tuple[tuple[str, dict[str, float]], ...] | None  # tokens with the log-probabilities of their candidates
+    tops: tuple[tuple[str, dict[str, float]], ...] | None
     mean_logprob: float | None
 
 
 def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
-    """Return a completion up to and with the first stop text; the whole one if it has none."""
+    """Return a completion up to and including the first stop text, or the whole completion if it has none.
+
+    Args:
+        choice: The completion.
+        stop: The stop texts.
+    """
     full_text = choice.message.text
     text = full_text[: find_stop_end(full_text, stop)]
     tokens = choice.tokens or ()
-    is_text_whole = full_text in "".join(token.token for token in tokens)
-    if not is_text_whole:
+    tokens_make_up_text = full_text in "".join(token.token for token in tokens)
+    if not tokens_make_up_text:
         tokens = _decode_token_bytes(tokens)
     logged_text = "".join(token.token for token in tokens)
     starts = [0, *accumulate(len(token.token) for token in tokens)]
     text_start = _find_text_start(logged_text, full_text, starts)
-    # The one token of a short reply may have no text, and its candidates are wanted all the same.
+    # A one-token reply may have an empty text, and its candidates are needed all the same.
     keeps_all = not text
     kept = []
-    for token, start in zip(tokens, starts, strict=False):  # the last start is the end of the last token
+    for token, start in zip(tokens, starts, strict=False):  # `starts` also has the end of the last token
         is_in_text = text_start <= start < text_start + len(text)
         if keeps_all or is_in_text:
             kept.append(token)
@@ -305,9 +317,9 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
 
 
 def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
-    """Return the tokens with the texts of their bytes, where those are logged.
+    """Return the tokens with texts decoded from their bytes, if the server logs those.
 
-    A character that is split over several tokens is whole in the text of the last one, and the others have none of it.
+    A character that is split over several tokens belongs to the text of the last one.
     """
     decoder = getincrementaldecoder("utf-8")("replace")
     decoded = []
@@ -320,9 +332,9 @@ def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
 
 
 def _find_text_start(logged_text: str, text: str, starts: Sequence[int]) -> int:
-    """Return the last token start where the text begins in the logged text; 0 if it begins at none.
+    """Return where the text begins in the logged text: at the last possible start of a token, or 0 if there is none.
 
-    Some servers also log the tokens of a reasoning that they report separately, and the token that ends the turn.
+    Some servers also log the tokens of a reasoning that they return separately, and the token that ends the turn.
     """
     for start in reversed(starts):
         if logged_text.startswith(text, start):
@@ -331,9 +343,9 @@ def _find_text_start(logged_text: str, text: str, starts: Sequence[int]) -> int:
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds to wait before the next request; None if the headers hold no usable time.
+    """Return the seconds to wait before the next request; None if the headers contain no usable time.
 
-    A date is compared with the `Date` of the reply, if it has one.
+    A date is compared with the `Date` header of the reply, or else with the local time.
 
     Example:
         >>> read_retry_after({"retry-after": "20"})
@@ -349,7 +361,7 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _parse_retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds in a number or a date, which may be in the past; ValueError without a valid one."""
+    """Read the seconds from a number or a date, which may be in the past; ValueError if neither is valid."""
     if "retry-after-ms" in headers:
         return float(headers["retry-after-ms"]) / 1000
     value = headers.get("retry-after", "")

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server as an engine: vLLM, SGLang, DeepSeek, OpenAI, ...
 
-Every response is a request of its own, with its own temperature and seed, so no server needs to know `n`.
-`stop` is applied here, to the finished text: servers drop the stop text, and some look for it in the reasoning too.
+Every response has a request of its own, with its own temperature and seed, so a server need not support `n`. `stop` is
+applied here, to the finished text: servers remove the stop text, and some search the reasoning for it too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from catto.engines.replies import (
 from catto.errors import describe_first_problem, shorten_text
 from catto.records import Key, Message, Refusal
 
-# Delay before the first and the last retries, and the longest Retry-After that is respected.
+# Delay before the first and the last retries, and the longest Retry-After to wait for.
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 8.0
 LONGEST_RETRY_AFTER_SECONDS = 120.0
@@ -50,48 +50,54 @@ LONGEST_RETRY_AFTER_SECONDS = 120.0
 CLOSING_TIMEOUT_SECONDS = 5.0
 # A run stops if this many requests in a row run out of retries.
 MAX_FAILURES_IN_A_ROW = 20
-# Until the server has replied once, connections are retried for this long: a dead address is reported within 5 s.
+# Connections are retried for this long until the server replies for the first time, so that a dead address is reported
+# within 5 s.
 STARTUP_RETRY_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 4.0
-# 32,000 tokens with 20 candidates each are some 60 MB of JSON.
+# 32,000 tokens with 20 candidates each take about 60 MB of JSON.
 MAX_REPLY_BYTES = 256 * 2**20
-# Candidates for every token of a response: OpenAI's limit. Some servers give 5 only.
+# Candidates for every token of a response: OpenAI's limit. Some servers return only 5.
 MAX_TOP_LOGPROBS = 20
 FEW_TOP_LOGPROBS = 5
-# Candidates for a single token: llama.cpp gives as many as are requested (its n_probs), and vLLM as many as its
+# Candidates for a single token: llama.cpp returns as many as are requested (its n_probs), and vLLM as many as its
 # --max-logprobs allows.
 SINGLE_TOKEN_TOP_LOGPROBS = 1000
 PROBE_RETRIES = 2
-# Temperature 0 leaves log-probabilities as they are. Those that are scaled lie twice as far apart at 0.5; the others
-# differ by noise. The limit is halfway between 1 and 2.
+# A server does not scale log-probabilities at temperature 0. Scaled ones are twice as far apart at 0.5; unscaled ones
+# differ only by noise. The limit is halfway between the ratios 1 and 2.
 SCALING_TEMPERATURE = 0.5
 SCALED_SPREAD_RATIO = 1.5
 SPREAD_NOISE = 0.2
 SCALED_LOGPROBS_MESSAGE = (
     "the server scales log-probabilities by the temperature, so requests are answered at temperature 0 and 1 only"
 )
-# Fields of vLLM and SGLang; other servers refuse or ignore them, which `ServerEngine.probe` finds out.
+# Fields of vLLM and SGLang. Other servers refuse or ignore them, which `ServerEngine.probe` detects.
 CONTINUATION_FIELDS = {"continue_final_message": True, "add_generation_prompt": False}
 
 RETRYABLE_STATUSES = {408, 409, 425, 429}
-# The upstream's status -> the status that a gateway returns; 502 for all others.
+# Status of this server -> status that a gateway in front of it returns; 502 for all others.
 GATEWAY_CODES = {400: 400, 413: 400, 422: 400, 429: 503, 503: 503, 408: 504, 504: 504}
 # The server or the account is at fault, not the single request.
 SHARED_FAULT_STATUSES = {401, 402, 407, 429, 502, 503, 504}
-# A 403 with such a message is about the content of one request; any other is about the key.
+# A 403 with such a message concerns the content of one request; any other 403 concerns the key.
 _FILTERED = re.compile(r"moderat|flagged|content.?(filter|polic|manag)|safety", re.IGNORECASE)
 _MODEL = re.compile(r"model|deployment", re.IGNORECASE)
-# Errors of httpx before a server was reached.
+# Errors of httpx that occur before a server is reached.
 _UNREACHED = ("ConnectError", "ConnectTimeout", "PoolTimeout", "ProxyError", "UnsupportedProtocol")
 
 T = TypeVar("T")
 
 
 class AcceptedCandidates(NamedTuple):
-    """A number of candidates for a single token that the server accepts, and the candidates that it returned."""
+    """A number of candidates for a single token that the server accepts, and the candidates that it returned.
+
+    Attributes:
+        requested: The number of candidates in the request.
+        logprobs: Token -> log-probability at temperature 0.
+    """
 
     requested: int
-    logprobs: dict[str, float]  # token -> log-probability at temperature 0
+    logprobs: dict[str, float]
 
 
 class FaultError(Exception):
@@ -99,11 +105,11 @@ class FaultError(Exception):
 
     Attributes:
         reason: Why it failed.
-        is_retryable: Whether another try may help.
+        is_retryable: Whether a retry may succeed.
         affects_all: Whether all other requests would fail too.
-        retry_after: Seconds to wait before the next try; None if the server names none.
-        code: HTTP status with which a gateway reports it. 400: the request itself was refused; 502: the reply is
-            unusable; 503: no server; 504: too late.
+        retry_after: Seconds to wait before the next try; None if the server does not say.
+        code: HTTP status that a gateway returns for it. 400: the request itself was refused. 502: the reply is
+            unusable. 503: the server is unavailable. 504: the reply took too long.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class FaultError(Exception):
         retry_after: float | None = None,
         code: int = 502,
     ) -> None:
-        super().__init__()  # without the reason: a traceback must not show it before `ask` has cleaned it
+        super().__init__()  # without the reason, which no traceback may show before `ask` has removed secrets from it
         self.reason = reason
         self.is_retryable = is_retryable
         self.affects_all = affects_all
@@ -124,26 +130,26 @@ class FaultError(Exception):
 
 
 class ServerEngine(Engine):
-    """The generating half of the `Engine` protocol over HTTP.
+    """An engine that generates over HTTP. It cannot score token ids.
 
     Requests are retried after the status codes 408, 409, 425, 429 and 5xx, broken connections and unusable replies. A
-    Retry-After is respected. `retries` counts all retries.
+    Retry-After header is respected. `retries` counts all retries.
 
     Args:
         base_url: Address of the API. A user and password in it are sent as basic authentication and never shown.
-        model: The server's name of the model.
+        model: Name of the model on the server.
         api_key_env: Name of the environment variable with the key.
         concurrency: Maximum number of requests in flight.
-        timeout: Maximum number of seconds without a byte.
-        deadline: Maximum number of seconds for a whole reply, including its retries.
+        timeout: Maximum number of seconds without receiving a byte.
+        deadline: Maximum number of seconds for a complete reply, including retries.
         max_retries: Maximum number of retries of a request.
         top_logprobs: Number of candidates to request for every token, at most 20.
         extra_body: Fields that are sent with every request.
-        hidden: Texts that no message shows, such as a key in `extra_body`.
+        hidden: Texts that no message may show, such as a key in `extra_body`.
 
     Raises:
-        ValueError: A number is out of range, or `base_url` is no address.
-        ServerError: The key cannot be sent, or `base_url` names no host.
+        ValueError: A number is out of range, or `base_url` is not an address.
+        ServerError: The key cannot be sent, or the host of `base_url` is invalid.
     """
 
     def __init__(
@@ -164,10 +170,10 @@ class ServerEngine(Engine):
             raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
-        # Nothing that leaves the replies unchanged is part of the name: neither the version nor the concurrency.
+        # Settings that do not affect the replies are not part of the name: neither the version nor the concurrency.
         self.name = "server"
-        self.model = model_name(model)  # as it is stored and shown
-        self.served_name = model  # the server's own name, which may be a path
+        self.model = model_name(model)  # the name that is stored and shown
+        self.served_name = model  # the name on the server, which may be a path
         self.api_key_env = api_key_env
         self.concurrency = concurrency
         self.timeout = timeout
@@ -176,41 +182,41 @@ class ServerEngine(Engine):
         self.retries = 0
         self.top_logprobs = top_logprobs
         self.extra_body = dict(extra_body or {})
-        # `probe` finds these out: the number of candidates of a single token, whether the server continues a begun
-        # answer, and whether the temperature scales log-probabilities.
+        # `probe` determines these three: the number of candidates for a single token, whether the server continues a
+        # begun response, and whether the temperature scales log-probabilities.
         self.max_candidates = top_logprobs or MAX_TOP_LOGPROBS
         self.can_continue = False
         self.scales_logprobs = False
         self.base_url, login = server_address(base_url)
-        try:  # parsed once: parsing takes 0.1 ms, which every request would pay
+        try:  # parsed once, since parsing takes 0.1 ms
             self._chat_url = httpx.URL(f"{self.base_url}/chat/completions")
         except httpx.InvalidURL:
-            raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is no host") from None
+            raise ServerError(f"base_url: {urlsplit(self.base_url).hostname} is not a valid host") from None
         self._key = _read_key(api_key_env)
         basic = ""
         if login is not None:
             basic = base64.b64encode(":".join(login).encode()).decode()
-        # No message may show them. The longest comes first, since one may be part of another.
+        # Texts that no message may show. The longest is replaced first, since it may contain a shorter one.
         self._secrets = sorted((self._key, basic, *(login or ()), *hidden), key=len, reverse=True)
         headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
         if basic:
             headers["Authorization"] = f"Basic {basic}"
         elif self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        self._http: Any = {"headers": headers, "follow_redirects": True}
-        self._has_warned = False
+        self._http_options: Any = {"headers": headers, "follow_redirects": True}
+        self._has_warned_of_temperature = False
         self._has_replied = False
-        self._exhausted_in_a_row = 0  # requests that ran out of retries with no reply between them
+        self._exhausted_in_a_row = 0  # requests that ran out of retries, with no reply between them
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
-        """Yield a generation for every request not in `done`, as they arrive; at most `concurrency` are in flight.
+        """Yield a generation for every request not in `done`, as they arrive. At most `concurrency` are in flight.
 
-        A request that cannot be answered for reasons of its own yields a `Refusal`. A fault of the server or of the
-        settings, or 20 requests in a row that run out of retries, stops the run: requests in flight are still yielded,
-        then a `ServerError` is raised. The first response that ignores the temperature causes a warning.
+        A `Refusal` is yielded for a request that the server refuses for good. A fault of the server or of the settings
+        stops the run, and so do 20 requests in a row that run out of retries: the outcomes of requests in flight are
+        still yielded, then a `ServerError` is raised. The first response that ignores the temperature causes a warning.
 
-        If `requests` is a deque, it is emptied as requests are sent. The caller may add more meanwhile, and `done` is
-        not read.
+        If `requests` is a deque, requests are removed from it as they are sent. The caller may add more in the
+        meantime, and `done` is not used.
         """
         if isinstance(requests, deque):
             todo = requests
@@ -218,17 +224,17 @@ class ServerEngine(Engine):
             todo = deque(request for request in requests if request.key not in done)
         for outcome in iterate_in_thread(self._receive_outcomes(todo)):
             yield outcome
-            if self._has_warned or isinstance(outcome, Refusal):
+            if self._has_warned_of_temperature or isinstance(outcome, Refusal):
                 continue
             if not outcome.temperature_acts:
-                self._has_warned = True
-                name = shorten_text(outcome.model, 80)  # the server chose it
-                warnings.warn(f"{name} thinks before it answers: the temperature does not act", stacklevel=2)
+                self._has_warned_of_temperature = True
+                name = shorten_text(outcome.model, 80)  # the server returned it, so it may be long
+                warnings.warn(f"{name} thinks before it answers: the temperature has no effect", stacklevel=2)
 
     async def _receive_outcomes(self, todo: deque[Request]) -> AsyncGenerator[Generation | Refusal, None]:
-        """Yield outcomes as they arrive; raise the first failure that stops the run once nothing is in flight.
+        """Yield outcomes as they arrive. If a failure stops the run, raise it once nothing is in flight.
 
-        The next request is sent after an outcome was taken, so a caller that stops has not paid for more.
+        The next request is sent only when the caller asks for the next outcome. A caller that stops pays for no more.
         """
         in_flight: dict[asyncio.Task[Generation], Request] = {}
         failure: ServerError | None = None
@@ -237,7 +243,7 @@ class ServerEngine(Engine):
                 while failure is None and len(in_flight) < self.concurrency and todo:
                     request = todo.popleft()
                     task = asyncio.create_task(self.ask(client, request))
-                    # Marks the exception as read: asyncio would log it if the caller stops first.
+                    # Marks the exception as retrieved. Otherwise asyncio would log it if the caller stops first.
                     task.add_done_callback(lambda finished: finished.cancelled() or finished.exception())
                     in_flight[task] = request
                 if not in_flight:
@@ -255,9 +261,9 @@ class ServerEngine(Engine):
             raise failure
 
     def _read_outcome(self, task: asyncio.Task[Generation], request: Request) -> Generation | Refusal:
-        """Return the generation of a finished task, or a refusal; ServerError if the fault stops the run.
+        """Return the generation of a finished task, or a refusal; ServerError if its fault stops the run.
 
-        Counts the requests in a row that ran out of retries.
+        Also counts the requests in a row that ran out of retries.
         """
         try:
             generation = task.result()
@@ -265,7 +271,7 @@ class ServerEngine(Engine):
             if fault.is_retryable:
                 self._exhausted_in_a_row += 1
             else:
-                self._exhausted_in_a_row = 0  # the server works: it refuses this request for good
+                self._exhausted_in_a_row = 0  # the server works, and refuses this request for good
             if fault.affects_all or self._exhausted_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise ServerError(f"{self.base_url} {request.name}: {fault.reason}") from None
             return Refusal(refused=fault.reason, question=request.question, sample=request.sample)
@@ -273,23 +279,31 @@ class ServerEngine(Engine):
         return generation
 
     def probe(self, warn: Callable[[str], object] = warnings.warn) -> None:
-        """Find out what the server can do by a few one-token requests, and `warn` of what it cannot do.
+        """Determine what the server supports, by a few one-token requests.
 
         Sets `max_candidates`, `scales_logprobs` and `can_continue`, and may lower `top_logprobs`.
+
+        Args:
+            warn: Called with a message for every feature that the server lacks.
 
         Raises:
             ServerError: The server does not answer, or returns no log-probabilities.
         """
         first_reply = self._ask_probe("", top_logprobs=0)
         if isinstance(first_reply, Refusal):
-            raise ServerError(f"{self.base_url}: a first request was refused: {first_reply.refused}")
+            raise ServerError(f"{self.base_url}: the first request was refused: {first_reply.refused}")
         self._probe_logprobs(warn)
         self._probe_continuation(first_reply.prompt_tokens or 0, warn)
 
     def _ask_probe(self, text: str, *, top_logprobs: int, temperature: float = 0.0) -> Generation | Refusal:
-        """Ask for one token with this many candidates, after `text` as the beginning of the response.
+        """Request one token after `text` as the beginning of the response; ServerError if the server does not answer.
 
-        A copy of the engine asks, so that its settings do not change. ServerError if the server does not answer.
+        A copy of the engine sends the request, so that the settings of this one do not change.
+
+        Args:
+            text: The beginning of the response; empty for a request without one.
+            top_logprobs: Number of candidates to request.
+            temperature: Sampling temperature.
         """
         chat = [Message(role="user", content="Count.")]
         if text:
@@ -305,43 +319,45 @@ class ServerEngine(Engine):
         return next(iter(twin.generate([request])))
 
     def _probe_logprobs(self, warn: Callable[[str], object]) -> None:
-        """Find out how many candidates the server returns, and whether it scales them by the temperature.
+        """Determine how many candidates the server returns, and whether it scales them by the temperature.
 
         Sets `max_candidates` and `scales_logprobs`, and lowers `top_logprobs` to what the server accepts.
 
         Raises:
             ServerError: The server refuses log-probabilities or returns none.
         """
-        per_token = self.top_logprobs or MAX_TOP_LOGPROBS  # 0 requests candidates for labels only
+        per_token = self.top_logprobs or MAX_TOP_LOGPROBS  # with 0, candidates are requested for labels only
         accepted = self._find_accepted_candidates(per_token)
         is_scaled = self._are_logprobs_scaled(accepted)
-        received = min(len(accepted.logprobs), accepted.requested)  # a drawn token outside the best is counted too
-        # For a label never fewer than for other tokens, and never more than the server accepts.
+        # The candidates include the drawn token, which may come on top of the requested number.
+        received = min(len(accepted.logprobs), accepted.requested)
+        # Never fewer for a label than for other tokens, and never more than the server accepts.
         wanted = max(received, per_token)
         self.max_candidates = min(wanted, accepted.requested)
         self.top_logprobs = min(self.top_logprobs, accepted.requested)
         self.scales_logprobs = is_scaled
         if received < 2:
-            warn(f"{self.model}: top_logprobs gives {received} candidates: other labels may be unknown")
+            warn(f"{self.model}: the server returns {received} candidate per token, so other labels may be unknown")
         if is_scaled:
             warn(f"{self.model}: {SCALED_LOGPROBS_MESSAGE}")
 
     def _find_accepted_candidates(self, per_token: int) -> AcceptedCandidates:
-        """Request 1000 candidates, then `per_token`, then 5, until the server accepts; ServerError without any."""
+        """Request 1000 candidates, then `per_token`, then 5, until the server accepts; ServerError if none come."""
         for requested in (SINGLE_TOKEN_TOP_LOGPROBS, per_token, FEW_TOP_LOGPROBS):
             reply = self._ask_probe("", top_logprobs=requested)
             if isinstance(reply, Generation):
                 break
         logprobs = _list_candidates(reply)
         if not logprobs:
-            reason = reply.refused if isinstance(reply, Refusal) else "none came"
+            reason = reply.refused if isinstance(reply, Refusal) else "the server returned none"
             raise ServerError(f"{self.base_url}: no log-probabilities: {reason}")
         return AcceptedCandidates(requested, logprobs)
 
     def _are_logprobs_scaled(self, accepted: AcceptedCandidates) -> bool:
-        """Return whether the log-probabilities lie further apart at temperature 0.5 than at 0.
+        """Return whether the log-probabilities are further apart at temperature 0.5 than at 0.
 
-        False if that cannot be seen: the server refuses the request, or both replies share fewer than two candidates.
+        False if this cannot be determined: the server refuses the request, or the replies share fewer than two
+        candidates.
         """
         reply = self._ask_probe("", top_logprobs=accepted.requested, temperature=SCALING_TEMPERATURE)
         logprobs = _list_candidates(reply)
@@ -351,34 +367,35 @@ class ServerEngine(Engine):
         return spread > SCALED_SPREAD_RATIO * spread_at_zero + SPREAD_NOISE
 
     def _probe_continuation(self, prompt_tokens: int, warn: Callable[[str], object]) -> None:
-        """Find out whether the server continues a partial message, by the lengths of prompts; set `can_continue`.
+        """Determine from the lengths of prompts whether the server continues a partial message; set `can_continue`.
 
-        If it does, twice the text costs twice the tokens. A server that ignores the request adds the end of a turn, so
-        the first text costs more than the second. If a line break costs nothing, the chat template trims messages: a
-        label after `<answer>` and a line break would then be asked for at another position.
+        If it does, twice the text takes twice the tokens. A server that ignores the request ends the turn after the
+        text, so the first half takes more tokens than the second. If a final line break takes no token, the chat
+        template trims messages: a label after `<answer>` and a line break would be read at a different position.
 
         Args:
             prompt_tokens: Length of the prompt without a partial message; 0 if the server does not report it.
-            warn: Called with the reason if the server cannot continue.
+            warn: Called with the reason if the server cannot continue a message.
         """
         once = self._count_prompt_tokens("A A A A")
         twice = self._count_prompt_tokens("A A A A A A A A")
         with_line_break = self._count_prompt_tokens("A A A A\n")
         are_lengths_known = prompt_tokens > 0 and once > 0
-        first_text_tokens = once - prompt_tokens
-        second_text_tokens = twice - once
-        adds_no_turn = second_text_tokens > 0 and first_text_tokens <= second_text_tokens
-        is_continued = are_lengths_known and adds_no_turn
-        self.can_continue = is_continued and once < with_line_break
+        first_half_tokens = once - prompt_tokens
+        second_half_tokens = twice - once
+        adds_no_turn_end = second_half_tokens > 0 and first_half_tokens <= second_half_tokens
+        is_continued = are_lengths_known and adds_no_turn_end
+        keeps_line_break = once < with_line_break
+        self.can_continue = is_continued and keeps_line_break
         if self.can_continue:
             return
-        reason = "the server ignores or refuses the request for it"
+        reason = "the server ignores or refuses such a request"
         if is_continued:
             reason = "its chat template trims the message"
         warn(f"{self.model}: cannot continue a partial message ({reason}), so unanswered responses stay unanswered")
 
     def _count_prompt_tokens(self, text: str) -> int:
-        """Return the length of a prompt with this beginning of a response; 0 if it is refused or not reported."""
+        """Return the length of the prompt with this beginning of a response; 0 if it is refused or not reported."""
         reply = self._ask_probe(text, top_logprobs=0)
         if isinstance(reply, Refusal):
             return 0
@@ -388,7 +405,7 @@ class ServerEngine(Engine):
         """Set `served_name` and `model` to the one model that the server lists.
 
         Raises:
-            ServerError: The server cannot be reached, or lists no model or several.
+            ServerError: The server cannot be reached, or does not list exactly one model.
         """
         try:
             names = self._list_models()
@@ -399,17 +416,17 @@ class ServerEngine(Engine):
             reason = clean_message(reason, self._secrets)
             if type(error).__name__ in _UNREACHED:
                 raise ServerError(f"{self.base_url}: no connection: {reason}") from None
-            raise ServerError(f"{self.base_url}: it lists no models: {reason}; name one") from None
+            raise ServerError(f"{self.base_url}: the server does not list its models: {reason}; name one") from None
         if len(names) != 1:
             served = ", ".join(names[:5]) or "no model"
-            raise ServerError(f"{self.base_url}: serves {served}; name one")
+            raise ServerError(f"{self.base_url}: the server lists {served}; name one")
         self.served_name = names[0]
         self.model = model_name(self.served_name)
 
     def _list_models(self) -> list[str]:
-        """Return the names that the server lists; ValueError if it replies with an error or no list."""
+        """Return the names of the models that the server lists; ValueError if its reply is an error or not a list."""
         url = f"{self.base_url}/models"
-        reply = httpx.get(url, timeout=CONNECT_TIMEOUT_SECONDS, verify=_certificates(), **self._http)
+        reply = httpx.get(url, timeout=CONNECT_TIMEOUT_SECONDS, verify=_certificates(), **self._http_options)
         if not reply.is_success:
             problem = error_message(reply.content) or reply.reason_phrase or "no message"
             raise ValueError(f"{reply.status_code}: {problem}")
@@ -417,22 +434,23 @@ class ServerEngine(Engine):
         return [model.id for model in models.data]
 
     def make_client(self) -> httpx.AsyncClient:
-        """Make a client for `ask`, which the caller closes; ServerError if the proxy or certificates cannot be used."""
+        """Make a client for `ask`, which the caller closes; ServerError if the proxy or certificates are unusable."""
         timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT_SECONDS))
         # Idle connections expire before vLLM's own server closes them, after 5 s.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency, keepalive_expiry=4.0)
         try:
-            return httpx.AsyncClient(timeout=timeout, limits=limits, verify=_certificates(), **self._http)
-        except (ImportError, OSError) as error:  # a proxy that needs a further package; SSL_CERT_FILE
+            return httpx.AsyncClient(timeout=timeout, limits=limits, verify=_certificates(), **self._http_options)
+        except (ImportError, OSError) as error:  # a proxy that needs a missing package, or a bad SSL_CERT_FILE
             reason = clean_message(str(error), self._secrets)
             raise ServerError(f"{self.base_url}: {reason}") from None
 
     async def ask(self, client: httpx.AsyncClient, request: Request) -> Generation:
-        """Ask until there is a usable reply.
+        """Send a request until there is a usable reply.
 
         Raises:
-            FaultError: The fault is final, no retry is left or the deadline is over. A fault of the whole server is
-                reported even if the deadline ends the delay after it. The reason is one line without secrets or prompt.
+            FaultError: The fault is final, no retry is left, or the deadline has passed. A fault that affects all
+                requests is raised even if the deadline passes during the delay after it. The reason is one line
+                without secrets and without the prompt.
         """
         started = time.monotonic()
         try_number = 0
@@ -447,12 +465,7 @@ class ServerEngine(Engine):
                         return generation.model_copy(update={"seconds": time.monotonic() - started})
                     except FaultError as error:
                         fault = error
-                    if not fault.is_retryable or try_number > self.max_retries:
-                        break
-                    # Before the first reply, a fault that affects all requests is a failed connection.
-                    has_no_server = fault.affects_all and not self._has_replied
-                    is_startup_over = time.monotonic() - started > STARTUP_RETRY_SECONDS
-                    if has_no_server and is_startup_over:
+                    if self._is_last_try(fault, try_number, elapsed=time.monotonic() - started):
                         break
                     self.retries += 1
                     delay = fault.retry_after
@@ -460,8 +473,8 @@ class ServerEngine(Engine):
                         delay = retry_delay(try_number)
                     await asyncio.sleep(delay)
         except TimeoutError:
-            # No fault: the deadline ended a try. A fault: it ended the delay after that fault. One that affects all
-            # requests is kept, since it stops the run and the deadline would not.
+            # The deadline passed during a try (no fault) or during the delay after a fault. A fault that affects all
+            # requests is kept, because it stops the run, which a missed deadline does not.
             if fault is None or not fault.affects_all:
                 reason = f"no whole reply within {self.deadline:g} s, try {try_number}"
                 fault = FaultError(reason, is_retryable=True, code=504)
@@ -469,37 +482,45 @@ class ServerEngine(Engine):
         fault.reason = clean_message(fault.reason, self._secrets, prompt)
         raise fault from None
 
+    def _is_last_try(self, fault: FaultError, try_number: int, *, elapsed: float) -> bool:
+        """Whether a request is not retried after a fault, given the seconds since its first try."""
+        if not fault.is_retryable or try_number > self.max_retries:
+            return True
+        # Before the first reply, a fault that affects all requests is a failed connection.
+        has_no_server = fault.affects_all and not self._has_replied
+        return has_no_server and elapsed > STARTUP_RETRY_SECONDS
+
     async def _post(self, client: httpx.AsyncClient, request: Request, try_number: int) -> Generation:
-        """Post once and read the reply.
+        """Send a request once and read the reply.
 
         Args:
-            client: From `make_client`.
-            request: What is asked.
-            try_number: 1 for the first try; reasons name it.
+            client: A client from `make_client`.
+            request: The request.
+            try_number: 1 for the first try. The reasons of faults mention it.
 
         Raises:
-            FaultError: Anything goes wrong. `ask` removes secrets and prompt from its reason.
+            FaultError: Anything goes wrong. `ask` removes secrets and the prompt from its reason.
         """
         body = self._make_body(request)
-        content = bytearray()
+        raw_reply = bytearray()
         try:
             async with client.stream("POST", self._chat_url, content=json.dumps(body)) as response:
                 self._has_replied = True
                 async for chunk in response.aiter_bytes():
-                    content += chunk
-                    if len(content) > MAX_REPLY_BYTES:
+                    raw_reply += chunk
+                    if len(raw_reply) > MAX_REPLY_BYTES:
                         raise FaultError(f"the reply is longer than {MAX_REPLY_BYTES // 2**20} MB", is_retryable=False)
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise self._connection_fault(error, try_number) from None
         if not response.is_success:
-            message = error_message(content)
+            message = error_message(raw_reply)
             if not message:
-                # Cleaned before it is shortened: `ask` would not recognise half of a key.
-                page = clean_message(content.decode(errors="replace"), self._secrets)
+                # Cleaned before it is shortened, because `ask` would not recognise half of a key.
+                page = clean_message(raw_reply.decode(errors="replace"), self._secrets)
                 message = shorten_text(page) or "no message"
             raise self._status_fault(response.status_code, response.headers, message, try_number)
-        # In a thread: a long reply takes a tenth of a second to read, which would block a gateway's event loop.
-        return await asyncio.to_thread(self._read_content, bytes(content), request, try_number)
+        # In a thread, because parsing a long reply takes a tenth of a second and would block a gateway's event loop.
+        return await asyncio.to_thread(self._read_reply, bytes(raw_reply), request, try_number)
 
     def _make_body(self, request: Request) -> dict[str, Any]:
         """Return the body of a request; FaultError if its temperature would scale log-probabilities."""
@@ -510,7 +531,7 @@ class ServerEngine(Engine):
             "model": self.served_name,
             "messages": [message.model_dump() for message in request.messages],
         }
-        # A begun response is continued by the single token of its label.
+        # A begun response is continued only by the single token of its label, which needs more candidates.
         top_logprobs = self.max_candidates if request.begun else self.top_logprobs
         if top_logprobs:
             if self.scales_logprobs and request.temperature not in (0, 1):
@@ -521,52 +542,59 @@ class ServerEngine(Engine):
             body |= CONTINUATION_FIELDS
         return body
 
-    def _read_content(self, content: bytes, request: Request, try_number: int) -> Generation:
+    def _read_reply(self, raw_reply: bytes, request: Request, try_number: int) -> Generation:
         """Read a successful reply.
 
         Raises:
-            FaultError: It is no usable completion, which is retried, or a filter emptied it, which is not.
+            FaultError: The reply is not a usable completion (retried), or a filter emptied it (not retried).
         """
         try:
-            reply = Reply.model_validate_json(content)
+            reply = Reply.model_validate_json(raw_reply)
         except ValidationError as error:
-            problem = error_message(content)
+            problem = error_message(raw_reply)
             if not problem:
-                is_html = content.lstrip()[:1] == b"<"
+                is_html = raw_reply.lstrip()[:1] == b"<"
                 problem = "HTML" if is_html else describe_first_problem(error)
             raise FaultError(f"unusable reply in try {try_number}: {problem}", is_retryable=True) from None
         choice = reply.choices[0]
         message = choice.message
         if choice.finish_reason == "content_filter" and not message.text:
             raise FaultError("the reply was withheld: finish_reason content_filter", is_retryable=False)
-        # A thinking model that ran out of tokens has reasoning and no content: a response, though without an answer.
-        if message.content is None and message.refusal is None and message.separate_reasoning is None:
+        # A thinking model that ran out of tokens returns reasoning without content: a response without an answer.
+        has_content = message.content is not None or message.refusal is not None
+        if not has_content and message.separate_reasoning is None:
             raise FaultError(f"unusable reply in try {try_number}: neither content nor reasoning", is_retryable=True)
-        cut_reply = cut_after_stop(choice, request.stop)
+        reply_text = cut_after_stop(choice, request.stop)
         model = model_name(reply.model or self.served_name)
-        # DeepSeek's own service takes a temperature in thinking mode and ignores it. It is known by its host, or behind
-        # a proxy by the one model name that only thinks; the same weights on vLLM or SGLang heed the temperature.
-        host = f".{urlsplit(self.base_url).hostname}"
-        is_deepseek = host.endswith(".deepseek.com") or model == "deepseek-reasoner"
-        ignores_temperature = bool(message.separate_reasoning) and is_deepseek
+        is_thinking = message.separate_reasoning is not None
         return Generation(
             question=request.question,
             sample=request.sample,
-            text=cut_reply.text,
+            text=reply_text.text,
             reasoning=message.separate_reasoning,
-            tops=cut_reply.tops,
-            mean_logprob=cut_reply.mean_logprob,
+            tops=reply_text.tops,
+            mean_logprob=reply_text.mean_logprob,
             prompt_tokens=reply.prompt_tokens,
             tokens=reply.completion_tokens,
             finish_reason=choice.finish_reason,
             model=model,
-            temperature_acts=not ignores_temperature,
+            temperature_acts=not (is_thinking and self._is_deepseek_service(model)),
         )
 
-    def _status_fault(self, status: int, headers: Mapping[str, str], message: str, try_number: int) -> FaultError:
-        """Return what an HTTP error means for the request and for the others.
+    def _is_deepseek_service(self, model: str) -> bool:
+        """Whether the server is DeepSeek's own service, which ignores the temperature in thinking mode.
 
-        A wait that is too long, a key without rights and an unknown model affect all requests.
+        It is recognised by its host or, behind a proxy, by the name of the model that always thinks. On vLLM or SGLang
+        the same weights respect the temperature.
+        """
+        host = urlsplit(self.base_url).hostname or ""
+        is_deepseek_host = host == "deepseek.com" or host.endswith(".deepseek.com")
+        return is_deepseek_host or model == "deepseek-reasoner"
+
+    def _status_fault(self, status: int, headers: Mapping[str, str], message: str, try_number: int) -> FaultError:
+        """Make the fault for an HTTP error.
+
+        All requests are affected by a wait that is too long, a key without permission and an unknown model.
         """
         if status == 401:
             problem = "was refused" if self._key else "is not set"
@@ -574,7 +602,7 @@ class ServerEngine(Engine):
             return FaultError(reason, is_retryable=False, affects_all=True)
         retry_after = read_retry_after(headers)
         is_wait_too_long = retry_after is not None and retry_after > LONGEST_RETRY_AFTER_SECONDS
-        has_no_rights = status == 403 and not _FILTERED.search(message)
+        lacks_permission = status == 403 and not _FILTERED.search(message)
         is_unknown_model = status == 404 and _MODEL.search(message) is not None
         is_shared_status = status in SHARED_FAULT_STATUSES
         is_retryable_status = status in RETRYABLE_STATUSES or status >= 500
@@ -585,13 +613,13 @@ class ServerEngine(Engine):
         return FaultError(
             f"{what}: {message}",
             is_retryable=is_retryable_status and not is_wait_too_long,
-            affects_all=is_shared_status or is_wait_too_long or has_no_rights or is_unknown_model,
+            affects_all=is_shared_status or is_wait_too_long or lacks_permission or is_unknown_model,
             retry_after=retry_after,
             code=GATEWAY_CODES.get(status, 502),
         )
 
     def _connection_fault(self, cause: BaseException, try_number: int) -> FaultError:
-        """Return what a failed connection means; before the first reply it means that there is no server."""
+        """Make the fault for a failed connection. Before the first reply, it means that there is no server."""
         kind = type(cause).__name__
         detail = str(cause) or kind
         if kind == "TooManyRedirects":
@@ -607,15 +635,15 @@ class ServerEngine(Engine):
 
 
 def _read_key(variable: str) -> str:
-    """Return the key in an environment variable, or an empty text; ServerError if HTTP cannot carry it."""
+    """Return the key in an environment variable, or an empty string; ServerError if HTTP cannot transmit it."""
     key = os.environ.get(variable, "").strip()
     if key and not (key.isascii() and key.isprintable()):
-        raise ServerError(f"environment variable {variable}: not a key that an HTTP header can carry")
+        raise ServerError(f"environment variable {variable}: its value cannot be sent in an HTTP header")
     return key
 
 
 def _list_candidates(reply: Generation | Refusal) -> dict[str, float]:
-    """Return the candidates of all tokens of a reply: token -> log-probability. A refusal has none."""
+    """Return the candidates for all tokens of a reply: token -> log-probability. A refusal has none."""
     candidates: dict[str, float] = {}
     if isinstance(reply, Generation):
         for _, tops in reply.tops or ():
@@ -624,22 +652,22 @@ def _list_candidates(reply: Generation | Refusal) -> dict[str, float]:
 
 
 def _compute_spread(values: list[float]) -> float:
-    """Return the largest value less the smallest; 0 without values."""
+    """Return the difference between the largest and the smallest value; 0 without values."""
     if not values:
         return 0.0
     return max(values) - min(values)
 
 
-# The trusted certificates, read once for all clients: each would take 0.04 s to read them.
+# The trusted certificates are read once for all clients, because reading them takes 0.04 s.
 _certificates = cache(httpx.create_ssl_context)
 
 
 def iterate_in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
-    """Iterate an async generator on an event loop in a thread of its own.
+    """Iterate over an async generator, on an event loop in a separate thread.
 
-    Thanks to the thread, it works if a loop is already running (a notebook) and while the caller writes. Dropping the
-    iterator cancels the generator's tasks. An iterator that is still open when the interpreter exits is left
-    alone: the thread no longer runs, and waiting for it would never end.
+    The thread lets this work in a notebook, where a loop is already running, and lets requests proceed while the caller
+    works. Dropping the iterator cancels the generator's tasks. If it is still open when the interpreter exits, nothing
+    is closed: the thread no longer runs then, and waiting for it would never end.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -664,7 +692,7 @@ def iterate_in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
     finally:
         if not sys.is_finalizing():
             closing = asyncio.run_coroutine_threadsafe(close(), loop)
-            with suppress(TimeoutError):  # a connection that does not close must not hold the process
+            with suppress(TimeoutError):  # a connection that does not close must not block the process
                 closing.result(CLOSING_TIMEOUT_SECONDS)
             loop.call_soon_threadsafe(loop.stop)
             thread.join(CLOSING_TIMEOUT_SECONDS)
@@ -673,6 +701,6 @@ def iterate_in_thread(stream: AsyncGenerator[T, None]) -> Iterator[T]:
 
 
 def retry_delay(retry: int) -> float:
-    """Return the seconds before retry 1, 2, ...: doubling from 0.5 to 8, minus up to a quarter at random."""
+    """Return the seconds before retry 1, 2, ...: doubling from 0.5 to 8, less a random share of up to a quarter."""
     longest = float(min(FIRST_DELAY_SECONDS * 2 ** (retry - 1), LONGEST_DELAY_SECONDS))
     return longest * (1 - 0.25 * random.random())
