@@ -119,7 +119,7 @@ def test_a_task_that_nobody_knows_is_told_by_the_stage_that_reads_it(world: Path
 def test_large_files_are_sampled_from_the_first_byte_to_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("WHOLE", 100), ("PIECES", 4), ("PIECE", 10)):
+    for name, value in (("MAX_BYTES_HASHED_WHOLE", 100), ("PIECE_COUNT", 4), ("PIECE_BYTES", 10)):
         monkeypatch.setattr(module, name, value)
     path = tmp_path / "weights"
 

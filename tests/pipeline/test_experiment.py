@@ -415,7 +415,7 @@ def test_stages_run_one_by_one_in_any_order_that_respects_needs(
         "catto: responses witnesses needs unfinished stages: questions witnesses",
     )
     told = run(capsys, "stage", root, "0" * 16)
-    assert (told.code, told.err.count(f"{'0' * 16} is no stage of the recipes here")) == (2, 1)
+    assert (told.code, told.err.count(f"{'0' * 16} is not a stage of the recipes stored here")) == (2, 1)
     for stage in stages:
         assert run(capsys, "stage", root, stage.key).out == f"{stage.name}: done\n"
         assert run(capsys, "stage", root, stage.key[:8]).out == f"{stage.name}: already done\n"

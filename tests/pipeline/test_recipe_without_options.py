@@ -31,7 +31,7 @@ BLOCKS: dict[str, Any] = {
     [
         (
             {"methods": ["sft", "sft+ts"]},
-            "methods: sft+ts reads the labels of answers, and those to readings have none",
+            "methods: sft+ts reads the labels of answers, but answers to readings have none",
         ),
         ({"methods": ["sft", "dpo+decoupled"]}, "methods: dpo+decoupled reads the labels"),
         ({"methods": ["sft", "dpo", "rcft"]}, "methods: rcft reads the labels"),

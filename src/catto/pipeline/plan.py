@@ -1,10 +1,11 @@
-"""Recipe -> stages. Each method of `Graph` builds one kind of stage, with what determines its result.
+"""Turn a recipe into stages. Each method of `Graph` plans one kind of stage, with all that determines its result.
 
-A recipe is checked before anything runs: its tasks and seeds are known, and the files and models it names exist.
+A recipe is checked before anything runs: its tasks and seeds must be known, and the files and models it names must
+exist.
 
-Text is generated (or asked for) in one stage and read in another: the wording of the prompts is in the key of the
-first, the parser's version in that of the second. What local files hold is part of a key too, so that an edited file is
-read again.
+One stage generates text (or asks for it) and a different one reads it. The wording of the prompts is in the key of the
+first, the version of the parser in the key of the second. The contents of local files are also part of a key, so that
+an edited file is read again.
 """
 
 from __future__ import annotations
@@ -58,21 +59,21 @@ from catto.tasks.loading import find_rows
 from catto.teacher.pairing import Kind
 from catto.teacher.sampling import ModelSampling
 
-# Files up to this size are hashed whole, larger ones (weights) in so many pieces from the first byte to the last.
-WHOLE = 2**28
-PIECES = 64
-PIECE = 2**20
-GREEDY = (0.0,)
+# Of a larger file (weights), only some pieces are hashed, evenly spaced from its first byte to its last.
+MAX_BYTES_HASHED_WHOLE = 2**28
+PIECE_COUNT = 64
+PIECE_BYTES = 2**20
+GREEDY = (0.0,)  # one sample at temperature 0
 Choice = Stage[ChoiceSettings]
-# `sampling: validation` chooses among these temperatures, on at most so many validation questions.
+# `sampling: validation` chooses among these temperatures, on at most this many validation questions.
 SAMPLING_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)
 SAMPLING_QUESTIONS = 100
-# Pairs of a held-out question, at least as many as training takes: responses are there, and more pairs are less noisy.
+# Minimum number of pairs per held-out question: they cost no further responses, and more pairs give less noise.
 HELD_OUT_PAIRS = 4
 
 
 def hash_contents(place: str | None) -> str | None:
-    """Hash a file, or the files in a folder; None where there is neither, as for a name on the hub.
+    """Hash a file, or the files in a folder. Return None if there is neither, as for a name on the Hub.
 
     >>> hash_contents("HuggingFaceTB/SmolLM2-135M") is None
     True
@@ -86,15 +87,15 @@ def hash_contents(place: str | None) -> str | None:
 
 
 def _hash_rows(name: str, block: TaskSettings) -> str | None:
-    """Hash the files that a task's questions are read from."""
+    """Hash the local files that a task's questions are read from; None if there are none."""
     files: list[Path] = []
-    with suppress(ValueError):  # the stage that reads them names what is missing
+    with suppress(ValueError):  # `check_places` and the stage that reads them say what is missing
         files = find_rows(find_task(name, block), block.files, block.data_dir).files
     return _hash_files(files)
 
 
 def _hash_files(files: Iterable[Path]) -> str | None:
-    """Hash names, sizes and bytes; None for no files. Dates do not count: a copy elsewhere has the same key."""
+    """Hash names, sizes and contents of files, but not their dates: a copy has the same hash. None for no files."""
     entries = []
     for path in sorted(set(files)):
         size = path.stat().st_size
@@ -103,19 +104,19 @@ def _hash_files(files: Iterable[Path]) -> str | None:
 
 
 def _hash_bytes(path: Path, size: int) -> str:
-    """Hash the bytes of a file, or pieces of a large one."""
+    """Hash the bytes of a small file, or evenly spaced pieces of a large one."""
     with open_input(path, plain=True) as file:
-        if size <= WHOLE:
+        if size <= MAX_BYTES_HASHED_WHOLE:
             return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         digest = hashlib.sha256()
-        for number in range(PIECES):
-            file.seek((size - PIECE) * number // (PIECES - 1))
-            digest.update(file.read(PIECE))
+        for number in range(PIECE_COUNT):
+            file.seek((size - PIECE_BYTES) * number // (PIECE_COUNT - 1))
+            digest.update(file.read(PIECE_BYTES))
         return digest.hexdigest()
 
 
 class Graph:
-    """All stages of a recipe. Equal stages are one by their key.
+    """Plans the stages of a recipe. A stage that is planned twice has the same key, so it runs once.
 
     >>> [stage.name for stage in list_needed([Graph(load_recipe("quickstart")).plan_responses("witnesses")])]
     ['questions witnesses', 'responses witnesses']
@@ -123,28 +124,28 @@ class Graph:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        # The files that questions are read from; None where they are generated, or the hub's.
-        self._tasks: dict[str, str | None] = {}
+        # Hashes of the local files that questions are read from; None if they are generated, or come from the Hub.
+        self._task_hashes: dict[str, str | None] = {}
         self._without_options: set[str] = set()
         for name, block in recipe.tasks.items():
-            self._tasks[name] = _hash_rows(name, block)
+            self._task_hashes[name] = _hash_rows(name, block)
             if not _has_options(name, block):
                 self._without_options.add(name)
-        self._model = hash_contents(recipe.model.path)
+        self._model_hash = hash_contents(recipe.model.path)
         teacher = recipe.own_teacher
-        self._teacher = hash_contents(teacher.responses if teacher.source == "responses" else teacher.model)
+        self._teacher_hash = hash_contents(teacher.responses if teacher.source == "responses" else teacher.model)
         self._generating = Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
-        self._choices: dict[tuple[str, int, str, Budget], Choice] = {}  # many stages need the same
+        self._choices: dict[tuple[str, int, str, Budget], Choice] = {}  # a cache: many stages need the same choice
 
-    def _generating_of(self, task: str) -> Generating:
-        """What determines the responses to a task: questions without options have prompts of their own."""
+    def _generating_for(self, task: str) -> Generating:
+        """Return what determines the responses to a task. Questions without options have prompts of their own."""
         if task not in self._without_options:
             return self._generating
         both = content_hash([self._generating.prompts, prompts.open_fingerprint()])
         return replace(self._generating, prompts=both)
 
-    def _grading_of(self, task: str) -> int | None:
-        """The version of the grading of a task's answers; None where they are labels."""
+    def _grading_version(self, task: str) -> int | None:
+        """Return the version of the grading of a task's answers; None if they are labels."""
         return grading.VERSION if task in self._without_options else None
 
     # ---- data -------------------------------------------------------------------------------------------------------
@@ -152,14 +153,20 @@ class Graph:
     def plan_questions(
         self, task: str, split: Split = "train", seed: int = 0, more: int = 0
     ) -> Stage[QuestionSettings]:
-        """Questions of one split. Training questions are the same for every seed: no seed holds one of them out.
+        """Plan the questions of one split.
 
-        more: so many beyond the task's `train` too, for a stream that is held out.
+        The training questions are the same for every seed, and no seed holds any of them out.
+
+        Args:
+            task: The task.
+            split: The split.
+            seed: The seed that the validation and test questions depend on; not used for training questions.
+            more: Number of training questions beyond the task's `train`, for a stream of held-out questions.
         """
         other_splits = set(SPLITS) - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(other_splits))
         if split != "train":
-            settings = QuestionSettings(task, split, seed, block, self._tasks[task])
+            settings = QuestionSettings(task, split, seed, block, self._task_hashes[task])
             return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
         name = f"questions {task}"
         if more:
@@ -171,26 +178,26 @@ class Graph:
         if is_cut_by_seeds:
             seeds = self.recipe.seeds
             first_seed = seeds[0]
-        settings = QuestionSettings(task, split, first_seed, block, self._tasks[task], seeds)
+        settings = QuestionSettings(task, split, first_seed, block, self._task_hashes[task], seeds)
         return Stage("questions", name, settings)
 
     def plan_responses(self, task: str) -> Stage[ResponseSettings]:
-        """The teacher's responses to the training questions, unread: what may cost money."""
+        """Plan the teacher's responses to the training questions. This is the stage that may cost money."""
         return self._plan_asking(task, self.plan_questions(task), self.recipe.own_teacher)
 
     def plan_teacher_rows(self, task: str) -> Stage:
-        """The rows from the teacher's responses."""
+        """Plan the training rows from the teacher's responses."""
         return self._plan_rows(f"teacher {task}", self.plan_responses(task), ("sft", "preferences", "outcome"))
 
     def plan_traces(self, task: str, seed: int) -> Stage:
-        """One teacher response to every validation question: what SFT is monitored on."""
+        """Plan one teacher response to every validation question: SFT is monitored on them."""
         name = f"traces {task} seed {seed}"
         questions = self.plan_questions(task, "validation", seed)
         teacher = self.recipe.own_teacher.model_copy(update={"n": 1})
         return self._plan_rows(name, self._plan_asking(name, questions, teacher))
 
     def plan_held_out_pairs(self, task: str, seed: int) -> Stage | None:
-        """The teacher's pairs of the validation questions; None where the recipe does not ask for them."""
+        """Plan the teacher's pairs for the validation questions; None if the recipe does not ask for them."""
         if not self.recipe.asks_held_out_pairs:
             return None
         teacher = self.recipe.own_teacher
@@ -203,28 +210,30 @@ class Graph:
     def _plan_asking(
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
+        """Plan the teacher's responses to the questions of a stage."""
         settings = ResponseSettings(
             sampling=teacher,
             split=questions.settings.split,
-            prompts=self._generating_of(questions.settings.task).prompts,
-            contents=self._teacher,
+            prompts=self._generating_for(questions.settings.task).prompts,
+            contents=self._teacher_hash,
             parser=forms.VERSION if teacher.source == "responses" else None,
             generating=None,
             outcome=None,
         )
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
-    def _plan_stream(self, task: str, seed: int, row: Method) -> Stage:
-        """What `outcome` learns from: a response of the start model to each training question, unfiltered.
+    def _plan_stream(self, task: str, seed: int, method: Method) -> Stage:
+        """Plan the rows that `outcome` learns from: unfiltered responses of the start model to all training questions.
 
-        Where the target is of votes, more responses are sampled and the row has the share of each label among them.
+        Each question has one response. If votes are the target, several responses are sampled, and the row has the
+        share of each label among them.
         """
         outcome = self.recipe.outcome
         start = self.recipe.start
         if outcome.source == "teacher":
             return self._plan_rows(f"stream teacher {task}", self.plan_responses(task), ("stream",))
         model = self.plan_choice(task, seed, start, "matched")
-        if row.calibration == "outcome" and outcome.target != "gold":
+        if method.calibration == "outcome" and outcome.target != "gold":
             name = f"votes {start} {task} seed {seed}"
             return self._plan_sampled_rows(name, model, "train", outcome, outcome.samples, ("stream",))
         return self._plan_sampled_rows(f"stream {start} {task} seed {seed}", model, "train", outcome)
@@ -238,11 +247,18 @@ class Graph:
         samples: int = 1,
         kinds: tuple[Kind, ...] = ("outcome",),
     ) -> Stage:
-        """Rows of responses that are sampled from a model, usually one per question.
+        """Plan rows of responses that are sampled from a model.
 
-        outcome: where the rows are the stream that `outcome` learns from; None where they monitor a training.
+        Args:
+            name: The name of the stage.
+            model: The model.
+            split: The split of the questions.
+            outcome: The recipe's settings if the rows are the stream that `outcome` learns from; None if a training is
+                monitored on them.
+            samples: Number of responses per question.
+            kinds: The kinds of rows.
         """
-        generating = self._generating_of(model.settings.task)
+        generating = self._generating_for(model.settings.task)
         temperature = 1.0 if outcome is None else outcome.temperature
         sampling = ModelSampling(
             n=samples,
@@ -270,22 +286,31 @@ class Graph:
     def _plan_rows(
         self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)
     ) -> Stage:
+        """Plan the rows of the given kinds from responses."""
         needs: dict[str, Stage] = {"responses": responses}
         for role, need in responses.needs.items():
             if role in ("questions", "trained_on"):
                 needs[role] = need
-        grading_version = self._grading_of(needs["questions"].settings.task)
+        grading_version = self._grading_version(needs["questions"].settings.task)
         settings = RowSettings(responses.settings, kinds, forms.VERSION, grading_version)
         return Stage("rows", name, settings, needs)
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def plan_base_model(self) -> Stage[BaseSettings]:
-        """The given model, untouched: one for all tasks and seeds."""
-        return Stage("base", "base model", BaseSettings(self.recipe.model, self._model))
+        """Plan the given model without training; it is the same for all tasks and seeds."""
+        return Stage("base", "base model", BaseSettings(self.recipe.model, self._model_hash))
 
     def plan_training(self, task: str, seed: int, name: str, budget: Budget, rate: float) -> Stage[TrainSettings]:
-        """A trained model."""
+        """Plan the training of a model.
+
+        Args:
+            task: The task to train on.
+            seed: The seed.
+            name: The name of the method.
+            budget: The budget.
+            rate: The learning rate.
+        """
         recipe = self.recipe
         method = METHODS[name]
         block = self._resolve_block(method)
@@ -294,7 +319,7 @@ class Graph:
         pairs = None
         if effort.pairs is not None:
             pairs = recipe.small_pairs
-        elif block.epochs:  # a recipe's `epochs` is for the full effort of a method; the small budget keeps its own
+        elif block.epochs:  # the recipe's `epochs` replaces the number for all pairs, not that of the small budget
             epochs = block.epochs
         is_rcft = method.stage == "rcft"
         settings = TrainSettings(
@@ -307,12 +332,12 @@ class Graph:
             epochs=epochs,
             pairs=pairs,
             model=recipe.model,
-            contents=self._model if method.stage == "sft" else None,
+            contents=self._model_hash if method.stage == "sft" else None,
             context=recipe.context,
             keep=recipe.keep,
             prefix_sharing=recipe.prefix_sharing if method.stage == "preference" else None,
             outcome=self._resolve_outcome(method),
-            answering=self._generating_of(task) if is_rcft else None,
+            answering=self._generating_for(task) if is_rcft else None,
             parser=forms.VERSION if is_rcft else None,
             others=recipe.model_dump(mode="json", exclude={*IN_STAGES, "name", "evaluation"}),
             launch=recipe.launch,
@@ -321,14 +346,14 @@ class Graph:
         return Stage("train", stage_name, settings, self._plan_training_needs(task, seed, method, budget))
 
     def _plan_training_needs(self, task: str, seed: int, method: Method, budget: Budget) -> dict[str, Stage]:
-        """The stages that a training reads, by their role."""
+        """Return the stages that a training reads, by their role."""
         needs: dict[str, Stage] = {"teacher": self.plan_teacher_rows(task)}
         if method.stage != "sft":
             start = self.plan_choice(task, seed, start_of(method, self.recipe.start), budget)
             needs["start"] = start
-            # What training is monitored on: one sampled response of the start model to every validation question.
+            # The training is monitored on one sampled response of the start model to every validation question.
             needs["reasoning"] = self._plan_sampled_rows(f"reasoning {start.settings.name}", start, "validation")
-        elif self.recipe.teacher.source != "responses":  # stored responses are to training questions alone
+        elif self.recipe.teacher.source != "responses":  # stored responses may answer only the training questions
             needs["traces"] = self.plan_traces(task, seed)
         if method.stage == "rcft":
             needs["held_out"] = self.plan_questions(task, "validation", seed)
@@ -337,27 +362,28 @@ class Graph:
         return needs
 
     def _resolve_block(self, method: Method) -> TrainerSettings:
-        """Return the recipe's settings of a method's trainer, without the options that the method does not read."""
+        """Return the recipe's block for a method's trainer, without the options that the method does not read."""
         block: TrainerSettings = getattr(self.recipe, method.stage)
-        # The default determines a training too.
+        # The default weight is part of the key, since the training depends on it too.
         options: dict[str, Any] = {"calibration_weight": WEIGHTS[method.calibration]}
         for name, value in block.trl.items():
-            if (name, value) != ("calibration_weight", None):
+            means_default = name == "calibration_weight" and value is None
+            if not means_default:
                 options[name] = value
-        # Options of the calibration term are for the methods that have that term: others do not depend on them.
+        # Without the options of other calibration terms, the key of the method does not depend on them.
         options = without_overridden(method, options_read_by(method.calibration, options))
         return block.model_copy(update={"trl": options})
 
     def _resolve_outcome(self, method: Method) -> OutcomeSettings | None:
-        """Return the recipe's settings of the outcome term, for the methods that read them."""
+        """Return the recipe's settings of the outcome term; None for methods that do not read them."""
         if method.calibration == "outcome":
             return self.recipe.outcome
         if method.calibration == "replay":
-            return self.recipe.outcome.model_copy(update={"target": "gold"})  # it reads no target
+            return self.recipe.outcome.model_copy(update={"target": "gold"})  # replay has no target to choose
         return None
 
     def list_learning_rates(self, name: str) -> tuple[float, ...]:
-        """The learning rates among which one is chosen; out of distribution the first is taken."""
+        """Return the learning rates to choose from. Out of distribution only the first one is used."""
         if METHODS[name].stage == "base":
             return ()
         block: TrainerSettings = getattr(self.recipe, METHODS[name].stage)
@@ -365,7 +391,7 @@ class Graph:
         return rates[:1] if self.recipe.train_on is not None else rates
 
     def plan_choice(self, task: str, seed: int, name: str, budget: Budget) -> Choice:
-        """The model of the learning rate with the lowest validation ECE, of this seed or on average over seeds."""
+        """Plan the choice of the learning rate with the lowest validation ECE: of this seed, or averaged over seeds."""
         key = (task, seed, name, budget)
         if key not in self._choices:
             self._choices[key] = self._make_choice(task, seed, name, budget)
@@ -388,7 +414,7 @@ class Graph:
                 needs[f"model {role}"] = model
                 if has_several_rates:
                     needs[f"validation {role}"] = self._plan_validation(task, trained_seed, model)
-        # No `bins` here: they are the report's, and training starts from what is chosen.
+        # `evaluation.bins` is only for the report: it must not change which model is chosen and trained further.
         settings = ChoiceSettings(title, task, seed, seeds, rates)
         return Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
 
@@ -405,34 +431,46 @@ class Graph:
         temperature: Stage | None = None,
         limit: int | None = None,
     ) -> Stage:
-        """Responses to held-out questions, generated and then read.
+        """Plan responses to held-out questions: one stage generates them, a second one reads them.
 
-        temperatures: of each sample, or how many samples are drawn at the `temperature` that another stage finds.
+        Args:
+            name: The name of the stages.
+            model: The model.
+            seed: The seed of the questions and of the sampling.
+            task: The task of the questions.
+            split: Their split.
+            temperatures: One temperature per sample, or the number of samples.
+            temperature: A stage that finds the temperature, if `temperatures` is a number of samples.
+            limit: Maximum number of questions.
+
+        Returns:
+            The stage that reads the responses.
         """
-        settings = TextSettings(split, seed, self._generating_of(task), temperatures, limit)
+        settings = TextSettings(split, seed, self._generating_for(task), temperatures, limit)
         needs: dict[str, Stage] = {"model": model, "held_out": self.plan_questions(task, split, seed)}
         generating_needs = dict(needs)
         if temperature is not None:
             generating_needs["temperature"] = temperature
         needs["generated"] = Stage("generated", f"generated {name}", settings, generating_needs)
         title = name if temperatures == GREEDY else f"read {name}"
-        reading = PredictionSettings(settings, forms.VERSION, self._grading_of(task))
+        reading = PredictionSettings(settings, forms.VERSION, self._grading_version(task))
         return Stage("predicted", title, reading, needs)
 
     def _plan_validation(self, task: str, seed: int, model: Stage) -> Stage:
-        """Greedy predictions on the validation questions; the base model's name says neither task nor seed."""
+        """Plan greedy predictions on the validation questions."""
+        # Unlike that of a training, the name of the base model has no task and no seed.
         name = f"{model.name} {task} seed {seed}" if model.kind == "base" else model.name
         return self._plan_predictions(f"validation {name}", model, seed, task, "validation", GREEDY)
 
     def plan_test(self, task: str, model: Choice) -> Stage:
-        """Greedy predictions on the test questions."""
+        """Plan greedy predictions on the test questions."""
         name = f"test {model.settings.title} {task} seed {model.settings.seed}"
         return self._plan_predictions(name, model, model.settings.seed, task, "test", GREEDY)
 
     def plan_tau(self, model: Choice, kind: ScalingKind = "raw") -> Stage[ScalingSettings]:
-        """The temperature of a model's label token, or its vector, fitted on its greedy validation predictions."""
+        """Plan the fit of a temperature or a vector on a model's greedy validation predictions."""
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
-        if not validation:  # a single learning rate was not measured
+        if not validation:  # with a single learning rate, the choice needed no predictions
             (trained,) = model.needs.values()
             validation = {"validation": self._plan_validation(model.settings.task, model.settings.seed, trained)}
         titles: dict[ScalingKind, str] = {"raw": "tau", "normalized": "tau among labels", "vector": "vector"}
@@ -440,9 +478,10 @@ class Graph:
         return Stage("tau", name, ScalingSettings(kind), {"model": model, **validation})
 
     def plan_scaling(self, title: str, task: str, model: Choice, kind: ScalingKind) -> Stage:
-        """Scaling: the stored greedy answers rescaled, or new ones sampled at the temperature of the vocabulary.
+        """Plan rescaled test predictions.
 
-        What scales the labels alone is no temperature of the vocabulary, so nothing is sampled at it.
+        With `decode: sample`, answers are sampled at the fitted temperature; otherwise the greedy answers are rescaled.
+        A scaling of the labels alone is not a temperature to sample at, so it always rescales the greedy answers.
         """
         seed = model.settings.seed
         name = f"scaled {title} {task} seed {seed}"
@@ -454,7 +493,7 @@ class Graph:
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def plan_sampling_temperature(self, model: Choice) -> Stage:
-        """The temperature at which candidates are sampled, chosen by Confidence@k on some validation questions."""
+        """Plan the choice of the sampling temperature of candidates, by Confidence@k on some validation questions."""
         name = f"sampling {model.settings.name}"
         temperatures: list[float] = []
         for temperature in SAMPLING_TEMPERATURES:
@@ -471,7 +510,7 @@ class Graph:
         return Stage("sampling", name, StageSettings(), {"predicted": predicted, "tau": self.plan_tau(model)})
 
     def plan_candidates(self, task: str, model: Choice) -> Stage:
-        """max(k) samples a test question, with their confidence at tau, by which they are ranked."""
+        """Plan max(k) samples per test question, with their confidence at tau, which ranks them."""
         evaluation = self.recipe.evaluation
         seed = model.settings.seed
         name = f"candidates {model.settings.title} {task} seed {seed}"
@@ -482,9 +521,10 @@ class Graph:
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def plan_preference_accuracy(self, model: Choice) -> Stage | None:
-        """How often a model prefers the chosen response of held-out pairs, against the reference of its training.
+        """Plan how often a model prefers the chosen response of a held-out pair, relative to its reference model.
 
-        None where the recipe asks for no such pairs, and for models that were not trained on preferences.
+        Returns:
+            The stage; None if the recipe asks for no such pairs, or if the model was not trained on preferences.
         """
         choice = model.settings
         pairs = self.plan_held_out_pairs(choice.task, choice.seed)
@@ -495,16 +535,16 @@ class Graph:
         return Stage("preference_accuracy", f"preference accuracy {choice.name}", StageSettings(), needs)
 
     def _plan_pair_logprobs(self, model: Choice, pairs: Stage) -> Stage[PairSettings]:
-        """The log-probabilities of pairs under a model: one pass, which all that start from the model share."""
+        """Plan the log-probabilities of pairs under a model. All models that start from a model share this stage."""
         recipe = self.recipe
         settings = PairSettings(recipe.context, recipe.evaluation.batch_size, recipe.model.attention)
         needs = {"model": model, "pairs": pairs}
         return Stage("pair_logprobs", f"pair logprobs {model.settings.name}", settings, needs)
 
-    # ---- the whole --------------------------------------------------------------------------------------------------
+    # ---- the report -------------------------------------------------------------------------------------------------
 
     def list_cells(self) -> list[CellPlan]:
-        """Every cell of the tables."""
+        """Plan every cell of the tables."""
         recipe = self.recipe
         cells = []
         for (task, trained_on), seed, name in itertools.product(self._pair_tasks(), recipe.seeds, recipe.methods):
@@ -516,7 +556,7 @@ class Graph:
         return cells
 
     def _pair_tasks(self) -> list[tuple[str, str]]:
-        """Return the tasks that are tested, each with the task that is trained on."""
+        """Return the tasks to test, each with the task to train on."""
         train_on = self.recipe.train_on
         if train_on is None:
             return [(task, task) for task in self.recipe.tasks]
@@ -524,7 +564,7 @@ class Graph:
         return others or [(train_on, train_on)]
 
     def _plan_scaled_cell(self, place: CellPlace, budget: Budget) -> CellPlan:
-        """Plan the cell of a method that rescales the confidence of another."""
+        """Plan the cell of a method that rescales the confidence of a different method's model."""
         kind = scaled_kind(place.method)
         model = self.plan_choice(place.trained_on, place.seed, find_method(place.method).start, budget)
         is_sampled_at_tau = kind == "raw" and self.recipe.evaluation.decode == "sample"
@@ -538,19 +578,19 @@ class Graph:
             chosen=model,
             questions=self.plan_questions(place.task, "test", place.seed),
             validation=validation,
-            preference=None,  # scaling leaves the order of responses as it is
+            preference=None,  # scaling does not change the order of responses
         )
 
     def _plan_trained_cell(self, place: CellPlace, budget: Budget) -> CellPlan:
-        """Plan the cell of a method with a model of its own."""
+        """Plan the cell of a method that trains a model, or of the base model."""
         model = self.plan_choice(place.trained_on, place.seed, place.method, budget)
         candidates = None
         if self.recipe.evaluation.k:
             candidates = self.plan_candidates(place.task, model)
         validation: tuple[Stage, ...] = ()
         preference = None
-        if place.task == place.trained_on:  # validation questions and held-out pairs are those of the training task
-            # Validation predictions exist where a temperature is fitted or a learning rate chosen.
+        if place.task == place.trained_on:  # validation questions and held-out pairs are from the training task
+            # Use the predictions that other stages need: to fit a temperature, or else to choose a learning rate.
             validation = _list_validation(model if candidates is None else self.plan_tau(model))
             preference = self.plan_preference_accuracy(model)
         return CellPlan(
@@ -564,7 +604,7 @@ class Graph:
         )
 
     def find_measured_pairs(self, task: str) -> dict[int, Stage]:
-        """The stages of the held-out pairs of a training task that some method is measured on, by their seeds."""
+        """Return the stages of a training task's held-out pairs on which any method is measured, by seed."""
         pairs: dict[int, Stage] = {}
         for cell in self.list_cells():
             if cell.preference is not None and cell.place.trained_on == task:
@@ -572,12 +612,14 @@ class Graph:
         return pairs
 
     def plan_report(self) -> Stage[ReportSettings]:
-        """The report of everything."""
+        """Plan the report on all cells."""
         cells = tuple(self.list_cells())
         needs: dict[str, Stage] = {}
         for cell in cells:
             parts = (cell.predictions, cell.candidates, cell.chosen, cell.questions, *cell.validation, cell.preference)
-            needs |= {stage.name: stage for stage in parts if stage is not None}
+            for stage in parts:
+                if stage is not None:
+                    needs[stage.name] = stage
         return Stage("report", "report", ReportSettings(VERSION, self.recipe, cells), needs)
 
 
@@ -587,9 +629,9 @@ def _list_validation(stage: Stage) -> tuple[Stage, ...]:
 
 
 def _reward_reference(model: Choice) -> Choice | None:
-    """Return the model against which rewards are measured: the start of the last training on preferences.
+    """Return the reference model for rewards: the model from which the last training on preferences started.
 
-    Of RCFT it is not DPO, but the SFT model that DPO starts from. None where no preferences were trained on.
+    For RCFT, this is the SFT model that DPO started from, not the DPO model. None if no training was on preferences.
     """
     trained = model.needs[f"model 0 seed {model.settings.seed}"]  # all learning rates start from the same model
     start: Choice | None = trained.needs.get("start")
@@ -601,25 +643,32 @@ def _reward_reference(model: Choice) -> Choice | None:
 
 
 def _title_of(name: str, budget: Budget) -> str:
-    """Return a method, with its budget where the two budgets give different models."""
+    """Return a method's name, with the budget if the two budgets give different models."""
     return f"{name} {budget}" if find_method(name).budgeted else name
 
 
 # ---- checks before anything runs ------------------------------------------------------------------------------------
 
 
-_SIZES = {"train", "validation", "test"}
-# Which settings of a task are read, by where its questions come from.
-_READ = {
-    "own": _SIZES | {"path", "files", "fields", "answer", "answers", "labels", "grade", "tolerance"},
-    "world": _SIZES | {"options", "witnesses", "reliabilities"},
-    "generated": _SIZES,
-    "benchmark": _SIZES | {"data_dir", "files"},
+_SPLIT_SIZES = {"train", "validation", "test"}
+# The settings of a task that are read, by the origin of its questions.
+_SETTINGS_READ = {
+    "own": _SPLIT_SIZES | {"path", "files", "fields", "answer", "answers", "labels", "grade", "tolerance"},
+    "world": _SPLIT_SIZES | {"options", "witnesses", "reliabilities"},
+    "generated": _SPLIT_SIZES,
+    "benchmark": _SPLIT_SIZES | {"data_dir", "files"},
 }
 
 
 def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe with its overrides; raise DataError for an unknown task or a seed that a task has no splits for.
+    """Read a recipe, apply the overrides and check its tasks.
+
+    Args:
+        source: The name of a recipe of the package, or a file.
+        overrides: Settings to replace, such as `seeds=[0]`.
+
+    Raises:
+        DataError: The recipe is invalid, a task is unknown, or a method cannot be used with a task.
 
     >>> open_recipe("quickstart", ["tasks={snl: null}"])
     Traceback (most recent call last):
@@ -631,25 +680,25 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             _check_task(name, recipe)
         except _TaskError as error:
             raise DataError(origin_of(source, overrides, error.setting), None, str(error)) from None
-    problem = _find_need_of_labels(recipe)
+    problem = _find_use_of_labels(recipe)
     if problem is not None:
         raise DataError(source, None, problem)
     return recipe
 
 
 def _has_options(name: str, block: TaskSettings) -> bool:
-    """Whether the answers to a task are labels of options."""
-    with suppress(ValueError):  # the stage that reads the task names what is wrong with it
+    """Return whether the answers to a task are labels of options."""
+    with suppress(ValueError):  # the stage that reads the task says what is wrong with it
         return bool(find_task(name, block).labels)
     return True
 
 
-def _find_need_of_labels(recipe: Recipe) -> str | None:
-    """Return what of a recipe reads the label of an answer, if there is a task whose answers have none."""
+def _find_use_of_labels(recipe: Recipe) -> str | None:
+    """Return what is wrong if a setting of the recipe needs labels but the answers to a task have none; else None."""
     without_options = [name for name, block in recipe.tasks.items() if not _has_options(name, block)]
     if not without_options:
         return None
-    reason = f"reads the labels of answers, and those to {without_options[0]} have none"
+    reason = f"reads the labels of answers, but answers to {without_options[0]} have none"
     for name in recipe.methods:
         if _reads_answer_labels(find_method(name)):
             return f"methods: {name} {reason}"
@@ -663,13 +712,16 @@ def _find_need_of_labels(recipe: Recipe) -> str | None:
 
 
 def _reads_answer_labels(method: Method) -> bool:
-    """Whether a method reads the label tokens of answers: its training, or the scaling of its confidence."""
-    scores_pairs = method.calibration == "outcome" and method.stream == "none"
-    return method.stage == "scaling" or method.rcft_weight > 0 or method.preference_tokens != "all" or scores_pairs
+    """Return whether a method needs the label tokens of answers, for its training or for scaling its confidence."""
+    if method.stage == "scaling" or method.rcft_weight > 0:
+        return True
+    separates_label = method.preference_tokens != "all"
+    scores_labels_of_pairs = method.calibration == "outcome" and method.stream == "none"
+    return separates_label or scores_labels_of_pairs
 
 
 class _TaskError(ValueError):
-    """A task that cannot be read as the recipe says; `setting` is the path of the setting that says so."""
+    """A task in the recipe is invalid; `setting` is the path of the setting that is to blame."""
 
     def __init__(self, setting: tuple[str, ...], message: str) -> None:
         super().__init__(message)
@@ -677,18 +729,22 @@ class _TaskError(ValueError):
 
 
 def _check_task(name: str, recipe: Recipe) -> None:
-    """Raise _TaskError for an unknown task, a setting that it does not read, or a seed without splits."""
+    """Check a task of the recipe.
+
+    Raises:
+        _TaskError: The task is unknown, does not read one of its settings, or has no splits for one of the seeds.
+    """
     block = recipe.tasks[name]
     if name not in TASKS and not block.own:
         expected = f"neither one of {', '.join(TASKS)} nor given a path"
         raise _TaskError(("tasks", name), f"tasks.{name}: {expected}{did_you_mean(name, TASKS)}")
     kind = _origin_of_questions(name, block)
     set_names = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
-    unread = sorted(set_names - _READ[kind])
+    unread = sorted(set_names - _SETTINGS_READ[kind])
     if unread:
-        problem = "not read for this task, so it would change nothing"
+        problem = "not read for this task, so it would have no effect"
         raise _TaskError(("tasks", name, unread[0]), f"tasks.{name}.{unread[0]}: {problem}")
-    # The world of witnesses and users' files have splits for any seed, the other tasks for a few.
+    # The world of witnesses and users' files have splits for any seed; the other tasks only for their own seeds.
     if kind in ("benchmark", "generated"):
         known = TASKS[name].seeds
         for seed in recipe.seeds:
@@ -698,7 +754,7 @@ def _check_task(name: str, recipe: Recipe) -> None:
 
 
 def _origin_of_questions(name: str, block: TaskSettings) -> str:
-    """Return where the questions of a task come from, a key of `_READ`."""
+    """Return where the questions of a task come from: a key of `_SETTINGS_READ`."""
     if block.own:
         return "own"
     if name == "witnesses":
@@ -707,9 +763,18 @@ def _origin_of_questions(name: str, block: TaskSettings) -> str:
 
 
 def check_places(source: str, recipe: Recipe) -> None:
-    """Raise DataError for a file, model or server that the recipe names and that cannot be there."""
+    """Check that the files, models and server that the recipe names can exist.
+
+    Args:
+        source: The name or file of the recipe, for errors.
+        recipe: The recipe.
+
+    Raises:
+        DataError: One of them cannot; the message names the setting.
+    """
     teacher = recipe.own_teacher
     try:
+        # `where` is the setting that an error of the check after it names.
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"
             if name == "witnesses" and not block.own:
@@ -725,7 +790,7 @@ def check_places(source: str, recipe: Recipe) -> None:
         where = "teacher.responses"
         responses = teacher.responses or ""
         if teacher.source == "responses" and not Path(responses).exists() and not is_hub_id(responses):
-            raise DataError(responses, None, "no such file or folder, and not a hub id, which is owner/name")
+            raise DataError(responses, None, "no such file or folder, and not a Hub id of the form owner/name")
         where = "teacher.base_url"
         if teacher.source == "server":
             server_address(teacher.base_url or "")
@@ -739,12 +804,12 @@ def check_places(source: str, recipe: Recipe) -> None:
 
 
 def recipe_file(root: Path, recipe: Recipe) -> Path:
-    """Return the place of a recipe in the experiment's folder, named by its hash."""
+    """Return the path at which a recipe is stored in the experiment's folder; the name is the recipe's hash."""
     return root / "recipes" / f"{content_hash(recipe.model_dump(mode='json'))}.json"
 
 
 def store_recipe(root: Path, recipe: Recipe) -> Path:
-    """Store a recipe in the experiment's folder, where its stages are found by key whatever becomes of the user's file.
+    """Store a recipe in the experiment's folder, so that its stages can be found by key even without the user's file.
 
     Several recipes may share the folder. A password in the teacher's address is not stored.
     """
@@ -756,30 +821,35 @@ def store_recipe(root: Path, recipe: Recipe) -> Path:
         is_stored = False
     if not is_stored:
         write_json(path, value)
-    os.utime(path)  # the one that was used last
+    os.utime(path)  # `find_stage` takes the recipe that was used last
     return path
 
 
 def read_stored_recipe(path: Path) -> Any:
-    """Return the settings of a recipe that `freeze` stored; DataError where they are not those that its name is of."""
+    """Return the settings of a stored recipe. Raise DataError if their hash is not the name of the file."""
     value = read_json(path)
     if content_hash(value) != path.stem:
-        raise DataError(
-            path, None, "damaged: the recipe is not what was stored; `catto run` with your file stores it again"
-        )
+        problem = "damaged: the recipe was changed; `catto run` with your recipe file stores it again"
+        raise DataError(path, None, problem)
     return value
 
 
 def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
-    """Return the stage with this key, the beginning of one or its folder's name, of a recipe that the folder holds.
+    """Return a stage of a recipe that is stored in an experiment's folder.
 
-    recipe: its hash, or the beginning of one. Recipes that agree on a stage may differ in how it is run (`launch`, the
-    teacher's address); if none is given, the one that was used last counts.
+    Args:
+        root: The experiment's folder.
+        key: The key of the stage, the beginning of the key, or the name of the stage's folder.
+        recipe: The hash of the recipe, or its beginning. Recipes that share a stage may differ in how it is run
+            (`launch`, the teacher's address). If empty, the recipe that was used last is taken.
+
+    Raises:
+        DataError: There is no such recipe or stage, or several keys begin like this.
     """
     recipes = sorted((root / "recipes").glob(f"{recipe}*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not recipes:
-        named = f"no recipe {recipe}" if recipe else "no recipe"
-        raise DataError(root, None, f"{named} is stored here: `catto run` and `catto plan --export` do that")
+        missing = f"no recipe {recipe}" if recipe else "no recipe"
+        raise DataError(root, None, f"{missing} is stored here: `catto run` and `catto plan --export` store one")
     for path in recipes:
         value = read_stored_recipe(path)
         with data_errors_at(path, value=value):
@@ -792,5 +862,5 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
             raise DataError(root, None, f"{len(matches)} keys begin with {key!r}, among them {matches[0].key}")
         if matches:
             return matches[0]
-    reason = "settings, a file or catto's version differ from the plan's"
-    raise DataError(root, None, f"{key} is no stage of the recipes here: {reason}")
+    reason = "the settings, a file or catto's version may have changed since the plan was made"
+    raise DataError(root, None, f"{key} is not a stage of the recipes stored here: {reason}")
