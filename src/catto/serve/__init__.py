@@ -1,1 +1,1 @@
-"""A gateway in front of an OpenAI-compatible server: answers with a calibrated confidence, or an abstention."""
+"""A gateway for an OpenAI-compatible server: it answers with a calibrated confidence, or abstains."""

@@ -1,7 +1,7 @@
-"""Turn one request into k samples of the upstream and one answer with its confidence, or an abstention.
+"""Answer a request: take k samples from the upstream, and return one answer with its confidence, or abstain.
 
-Labels are read, confidences calibrated and answers chosen by the functions of evaluation: the same samples give the
-same numbers as `catto eval` and `catto select`. This module uses no web framework.
+Reading labels, calibrating confidences and choosing answers use the same functions as evaluation, so the same samples
+give the same numbers as `catto eval` and `catto select`. This module does not depend on a web framework.
 """
 
 from __future__ import annotations
@@ -24,30 +24,36 @@ from catto.metrics.selection import Candidates, gather_candidates, samples_still
 from catto.predict import STOP, describe_answer, request_seed
 from catto.records import FinalAnswer, Message, Option, Prediction, Protocol, Refusal
 
-FORCED = "the response states none of the labels: the text is the label that its continuation gives"
+FORCED = "the response states none of the labels; the text is the label that continuing the response gave"
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
 NO_ANSWER_STATED = "the response states no answer"
 CUT = "a response was cut at max_tokens"
 OTHER_MODEL = "the threshold was fitted on answers of another model"
 OTHER_LABELS = "the options of the request have labels that the task does not have"
 MAJORITY = "majority vote"
-# More threads would not read faster: only one at a time runs Python, and the event loop would wait for each of them.
+# More threads would not be faster: only one of them runs Python at a time, and each delays the event loop.
 _READING_THREADS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="catto-read")
-_NONE = np.zeros((1, 0))
-NO_SAMPLES = Candidates(("",), _NONE.astype(np.intp), _NONE, _NONE, _NONE.astype(np.bool_))
+# One question without any samples yet.
+NO_SAMPLES = Candidates(
+    ("",),
+    label=np.zeros((1, 0), dtype=np.intp),
+    confidence=np.zeros((1, 0)),
+    logprob=np.zeros((1, 0)),
+    correct=np.zeros((1, 0), dtype=np.bool_),
+)
 
 
 T = TypeVar("T")
 
 
 async def run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Do slow work in one of a few threads, so that the event loop goes on serving."""
+    """Run slow work in one of a few threads, so that the event loop can continue to serve."""
     return await asyncio.get_running_loop().run_in_executor(_READING_THREADS, work, *arguments)
 
 
 @dataclass(frozen=True)
 class ServedQuestion:
-    """A question of a client: its options, and no gold label."""
+    """A client's question: its options, without a gold label."""
 
     id: str
     options: tuple[Option, ...]
@@ -60,16 +66,16 @@ class ServedQuestion:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A checked request of a client.
+    """A client's request, after it was checked.
 
     Attributes:
         question: Its id and options.
         messages: The prompt.
-        protocol: How one answer is made of the samples.
+        protocol: How the samples become one answer.
         max_tokens: Maximum number of generated tokens per sample.
         seed: Seed of the samples.
         return_candidates: Whether the reply lists all samples.
-        has_other_labels: Whether its options have labels that the served task does not have.
+        has_other_labels: Whether its options include labels that the served task does not have.
     """
 
     question: ServedQuestion
@@ -85,9 +91,9 @@ class GatewayAnswer(NamedTuple):
     """The reply to a client.
 
     Attributes:
-        text: The text of the answer, or that of the abstention.
+        text: The text of the answer or of the abstention.
         finish_reason: OpenAI's `finish_reason`.
-        usage: Tokens of all upstream requests.
+        usage: Token counts, summed over all upstream requests.
         catto: The `catto` object of the reply.
     """
 
@@ -98,12 +104,12 @@ class GatewayAnswer(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample of the upstream.
+    """A sample from the upstream.
 
     Attributes:
-        prediction: What was read. Its confidence is 0 if the probability of the label cannot be read.
+        prediction: The prediction read from it. Its confidence is 0 if the probability of the label cannot be read.
         replies: The response, and its continuation if one was needed.
-        unreadable: Why the label has no probability; None if it has one.
+        unreadable: Why the probability of the label cannot be read; None if it can.
     """
 
     prediction: Prediction
@@ -112,14 +118,14 @@ class Sample(NamedTuple):
 
     @property
     def is_forced(self) -> bool:
-        """Whether the label came from continuing the response, and not from its text."""
+        """Whether the label was obtained by continuing the response, and not from its text."""
         return self.prediction.label is not None and self.prediction.source == "fallback"
 
     @property
     def shown_text(self) -> str:
-        """What a client sees: the response, or the label if the response does not state it.
+        """The text that a client sees: the response, or the label if the response does not state it.
 
-        The confidence belongs to the label, so a text with another content must not be taken for the answer.
+        The confidence belongs to the label, so a text that says something else must not be taken for the answer.
         """
         if self.is_forced:
             return str(self.prediction.label)
@@ -127,13 +133,13 @@ class Sample(NamedTuple):
 
     @property
     def raw_confidence(self) -> float | None:
-        """The uncalibrated confidence; None without a label or answer, or if it cannot be read."""
+        """The uncalibrated confidence; None if it cannot be read, or if there is no label or answer."""
         if self.prediction.choice is None or self.unreadable is not None:
             return None
         return self.prediction.confidence
 
     def describe(self) -> dict[str, Any]:
-        """Return the sample as a candidate of a reply; `response` is the upstream's text if another text is shown."""
+        """Return the sample as a candidate in a reply; `response` is the upstream's text if `text` differs from it."""
         return {
             "text": self.shown_text,
             "response": self.prediction.text if self.is_forced else None,
@@ -142,7 +148,7 @@ class Sample(NamedTuple):
 
 
 class ChosenAnswer(NamedTuple):
-    """The answer that the protocol makes of the samples.
+    """The answer that the protocol chooses from the samples.
 
     Attributes:
         final: The answer and its votes.
@@ -150,7 +156,7 @@ class ChosenAnswer(NamedTuple):
         confidence: The calibrated confidence, or the raw one without a calibrator. None without an answer, or if the
             calibrator cannot be applied.
         calibrator: The calibrator; None if there is none for this protocol.
-        calibrated: The predictions of all samples, calibrated if possible.
+        calibrated: The predictions of all samples, with calibrated confidences if possible.
         uncalibrated_reason: Why the calibrator cannot be applied; None if it can, or if there is none.
     """
 
@@ -163,7 +169,7 @@ class ChosenAnswer(NamedTuple):
 
 
 def make_unreadable_fault(reason: str) -> FaultError:
-    """Make the fault with which a gateway refuses a request (400): the upstream's replies show no confidence."""
+    """Make the fault (status 400) for a request whose confidence cannot be read from the upstream's replies."""
     return FaultError(f"no confidence can be read: {reason}", is_retryable=False, code=400)
 
 
@@ -174,8 +180,9 @@ class Answerer:
     Attributes:
         engine: The upstream.
         client: The HTTP client of the upstream.
-        fitted: The calibrator; None for raw confidences.
-        threshold: The risk threshold, fitted with this calibrator; its guarantee covers requests of its protocol.
+        fitted: The calibrator; None leaves confidences raw.
+        threshold: The risk threshold, fitted with this calibrator; its guarantee covers requests with its protocol.
+            None means that the gateway never abstains.
         abstention: The text of an abstention.
     """
 
@@ -189,9 +196,9 @@ class Answerer:
         """Sample until the choice is final, choose, calibrate, and compare with the threshold.
 
         Raises:
-            FaultError: The upstream fails; of several samples that fail, the first to do so is reported. The code is
-                400 if `_take_sample` cannot read a confidence that the rule needs: a choice among the other samples
-                would favour the labels that can be read. It is 400 too if the rule reads what no sample has.
+            FaultError: The upstream fails; if several samples fail, the first failure is reported. The code is 400 if
+                `_take_sample` cannot read a confidence that the rule needs: a choice among the other samples would
+                favour the labels that can be read. It is also 400 if the rule needs a value that no sample has.
         """
         samples: list[Sample] = []
         while True:
@@ -205,12 +212,12 @@ class Answerer:
                     for number in range(first_number, first_number + missing):
                         tasks.append(group.create_task(self._take_sample(asked, number)))
             except ExceptionGroup as faults:
-                # The group has cancelled the other samples, so one fault tells the client as much as all.
+                # The first fault cancels the other samples, so it is all that the client needs to know.
                 raise faults.exceptions[0] from None
             samples += [task.result() for task in tasks]
 
     def _count_missing_samples(self, protocol: Protocol, samples: list[Sample]) -> int:
-        """Return how many samples to take next; 0 if no further sample can change the choice."""
+        """Return how many more samples the choice needs at least; 0 if no further sample can change it."""
         if protocol.stop is None:
             return protocol.k - len(samples)
         candidates = NO_SAMPLES
@@ -221,9 +228,9 @@ class Answerer:
         return int(needed[0])
 
     def _calibrate(self, predictions: list[Prediction]) -> tuple[list[Prediction], str | None]:
-        """Return the predictions with calibrated confidences, or unchanged with the reason.
+        """Return the predictions with calibrated confidences and None, or unchanged with the reason why.
 
-        Without a calibrator, or with one of final answers, they are unchanged without a reason.
+        Without a calibrator, or with one for final answers, they are unchanged and the reason is None.
         """
         if self.fitted is None:
             return predictions, None
@@ -233,10 +240,10 @@ class Answerer:
             return predictions, str(error)
 
     async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
-        """Take one sample. Replies are read in a thread, so that the event loop goes on serving.
+        """Take one sample. Replies are read in a thread, so that the event loop can continue to serve.
 
         Raises:
-            FaultError: The upstream fails, or `_make_sample` lacks a confidence.
+            FaultError: The upstream fails, or `_make_sample` needs a confidence that cannot be read.
         """
         request = self._make_request(asked, number, stop=STOP)
         reply = await self.engine.ask(self.client, request)
@@ -262,10 +269,10 @@ class Answerer:
         )
 
     def _read_response(self, case: Case) -> tuple[Answer | Refusal, Request | None]:
-        """Return the answer of a response, and a request for what it leaves open.
+        """Return the answer in a response, and a second request if one is needed.
 
-        The request continues a response without an answer, or asks for all labels if the calibrator reads them. It is
-        None if nothing is open or the upstream cannot continue.
+        The request continues a response without an answer, or asks for the probabilities of all labels if the
+        calibrator uses them. It is None if neither is needed or the upstream cannot continue responses.
         """
         answer = read_reply(case)
         reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
@@ -276,16 +283,16 @@ class Answerer:
     def _make_sample(
         self, asked: AnswerRequest, request: Request, replies: list[Generation], answer: Answer | Refusal
     ) -> Sample:
-        """Record what was read.
+        """Make a sample from what was read.
 
         Args:
             asked: The client's request.
-            request: The upstream request of the response.
+            request: The upstream request that gave the response.
             replies: The response, and its continuation if there is one.
-            answer: What was read of them; a refusal if the label's log-probability cannot be read.
+            answer: The answer read from them; a refusal if the log-probability of the label cannot be read.
 
         Raises:
-            FaultError: There is no confidence, and the rule is not the majority vote, which needs none.
+            FaultError: The confidence cannot be read, and the rule is not the majority vote, which does not need it.
         """
         unreadable = None
         response = replies[0]
@@ -297,9 +304,9 @@ class Answerer:
             source = parsed.source or "free"  # a prediction without a label needs a source too
             answer = Answer(parsed.label, source, confidence=0.0, label_logprobs=None, logsumexp=None)
         is_complete = find_stop_end(response.text, STOP) is not None
-        if is_complete:  # whatever the upstream wrote after the answer, the answer was not cut
+        if is_complete:  # only text after the answer can have been cut
             response = response.model_copy(update={"finish_reason": "stop"})
-        # Nobody knows the right answer of a served question: an empty gold label equals no answer.
+        # The right answer to a served question is unknown. An empty gold label equals no answer.
         prediction = Prediction(
             question=asked.question.id,
             task="served",
@@ -313,10 +320,10 @@ class Answerer:
         return Sample(prediction, (response, *replies[1:]), unreadable)
 
     def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
-        """Choose among the samples by the rule, and report what is known of the choice.
+        """Choose among the samples by the rule, and report what is known about the choice.
 
         Raises:
-            FaultError: The rule reads what no sample has.
+            FaultError: The rule needs a value that no sample has.
         """
         threshold = self.threshold
         chosen = self._choose_answer(asked.protocol, samples)
@@ -346,23 +353,27 @@ class Answerer:
         usage = _count_usage(samples)
         if abstains:
             return GatewayAnswer(self.abstention, "stop", usage, about)
-        finish_reason = "stop"  # of a forced label, which is whole even if the response was cut
+        finish_reason = "stop"  # a forced label is complete even if the response was cut
         if not chosen.sample.is_forced:
             finish_reason = chosen.sample.replies[0].finish_reason or "stop"
         return GatewayAnswer(chosen.sample.shown_text, finish_reason, usage, about)
 
     def _choose_answer(self, protocol: Protocol, samples: list[Sample]) -> ChosenAnswer:
-        """Choose among the samples by the rule, and calibrate; FaultError if the rule reads what no sample has."""
+        """Choose among the samples by the rule, and calibrate the confidence.
+
+        Raises:
+            FaultError: The rule needs a value that no sample has.
+        """
         fitted = self.fitted
         predictions = [sample.prediction for sample in samples]
         calibrated, uncalibrated_reason = self._calibrate(predictions)
-        # A calibrator of single samples has no protocol, and serves them all.
+        # A calibrator for single samples has no protocol, and applies to all protocols.
         is_for_other_protocol = fitted is not None and fitted.protocol not in (None, protocol)
         if is_for_other_protocol:
             fitted = None
             uncalibrated_reason = OTHER_PROTOCOL
         applied = None if uncalibrated_reason else fitted
-        # All samples that were taken count, so the choice is that of a fixed k.
+        # All samples have been taken, so the choice is made as with a fixed k.
         fixed_protocol = protocol.model_copy(update={"k": len(samples), "stop": None})
         try:
             (final,) = final_answers(predictions, fixed_protocol, applied)
@@ -381,14 +392,14 @@ class Answerer:
         )
 
     def _list_caveats(self, asked: AnswerRequest, samples: list[Sample]) -> list[str]:
-        """List why the guarantee of a threshold does not cover this answer, each reason once."""
+        """List the reasons why the guarantee of a threshold does not cover this answer, each of them once."""
         threshold = self.threshold
         caveats = [sample.unreadable for sample in samples if sample.unreadable is not None]
         for sample in samples:
             if sample.replies[0].finish_reason == "length":
                 caveats.append(CUT)
             if threshold is not None:
-                threshold_models = threshold.models or (self.engine.model,)  # its file may name none
+                threshold_models = threshold.models or (self.engine.model,)  # its file may not name any
                 is_other_model = any(reply.model not in threshold_models for reply in sample.replies)
                 if is_other_model:
                     caveats.append(OTHER_MODEL)
@@ -399,7 +410,7 @@ class Answerer:
 
 
 def _list_reasons(asked: AnswerRequest, chosen: ChosenAnswer) -> list[str]:
-    """List what is unusual about the chosen answer: no calibration, no label or answer, or a forced label."""
+    """List what is unusual about the chosen answer: it is uncalibrated, it is missing, or its label was forced."""
     reasons = []
     if chosen.uncalibrated_reason:
         reasons.append(chosen.uncalibrated_reason)
@@ -411,7 +422,7 @@ def _list_reasons(asked: AnswerRequest, chosen: ChosenAnswer) -> list[str]:
 
 
 def _describe_candidates(samples: list[Sample], chosen: ChosenAnswer) -> list[dict[str, Any]]:
-    """Return all samples with their raw and calibrated confidences; None where one is unknown."""
+    """Return all samples with their raw and calibrated confidences; an unknown confidence is None."""
     candidates = []
     for sample, prediction in zip(samples, chosen.calibrated, strict=True):
         raw_confidence = sample.raw_confidence

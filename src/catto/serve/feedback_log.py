@@ -20,17 +20,25 @@ from catto.serve.promise import ServedPromise
 logger = logging.getLogger("catto.serve")
 
 MAX_PENDING_ANSWERS = 50_000
-# The rolling numbers are over this many graded answers.
+# The rolling numbers cover this many graded answers.
 ROLLING_ANSWERS = 1000
 LOGGED_FIELDS = ("confidence", "confidence_raw", "label", "source", "k", "rule", "abstained")
-REFIT = "answers have no guarantee until catto calibrate fit has fitted calibrator and threshold again"
+REFIT = "answers have no guarantee until calibrator and threshold are fitted again with catto calibrate fit"
 
 
 class LogRow(BaseModel, extra="allow", frozen=True):
-    """One answer in the log, with the `LOGGED_FIELDS`. `correct` is set once there is feedback.
+    """One answer in the log.
 
-    `calibrator` is the digest of the calibrator that was applied, `promise` that of the promise that covers the answer.
-    `evidence` is that against the promise, with the feedback on this answer.
+    Its extra fields are the other `LOGGED_FIELDS`, the time and the protocol.
+
+    Attributes:
+        id: Id of the answer.
+        confidence: The calibrated confidence.
+        correct: Whether the answer was right; None without feedback.
+        model: The served model.
+        calibrator: Digest of the calibrator that was applied; None without one.
+        promise: Digest of the promise that covers the answer; None without one.
+        evidence: Evidence against the promise, including the feedback on this answer; None without a promise.
     """
 
     id: str
@@ -45,8 +53,8 @@ class LogRow(BaseModel, extra="allow", frozen=True):
 class FeedbackLog:
     """Store answers in `<log>.pending.jsonl`, and append them to the log once they have feedback.
 
-    `catto measure` reads the log. Without a path, answers are kept in memory only. Feedback on the answers of the
-    promise feeds `alarm`, which a restart computes again from the log.
+    `catto measure` reads the log. Without a path, answers are kept only in memory. Feedback on answers that the promise
+    covers updates `alarm`; after a restart, the alarm is computed again from the log.
 
     Args:
         path: The log, a file of JSON lines; None writes no file.
@@ -66,7 +74,7 @@ class FeedbackLog:
         self.calibrator = calibrator
         self.promise = promise
         self.alarm = ErrorRateAlarm()
-        self.pending: OrderedDict[str, str] = OrderedDict()  # as JSON, which takes a fifth of a row's memory
+        self.pending: OrderedDict[str, str] = OrderedDict()  # id -> JSON, which takes a fifth of a row's memory
         self.graded: deque[LogRow] = deque(maxlen=ROLLING_ANSWERS)
         for row in _read_rows(self.pending_path):
             self._add_pending(row)
@@ -76,9 +84,12 @@ class FeedbackLog:
             self._watch_promise(row)
 
     def _watch_promise(self, row: LogRow) -> float | None:
-        """Count an answer with feedback for the alarm; return the evidence, or None if no promise covers the answer."""
+        """Update the alarm with a graded answer; return the evidence, or None if no promise covers the answer."""
         promise = self.promise
-        if promise is None or row.promise != promise.digest or row.model != self.model or row.correct is None:
+        if promise is None or row.correct is None:
+            return None
+        is_covered = row.promise == promise.digest and row.model == self.model
+        if not is_covered:
             return None
         allowed_rate = promise.find_allowed_rate(row.confidence)
         self.alarm.add_answer(is_wrong=not row.correct, allowed_rate=allowed_rate)
@@ -106,12 +117,12 @@ class FeedbackLog:
         _append_row(self.pending_path, row)
 
     def add_feedback(self, answer_id: str, correct: bool) -> bool:
-        """Complete an answer; return False if no answer with this id waits for feedback."""
+        """Add the feedback on an answer; return False if no answer with this id is waiting for feedback."""
         pending = self.pending.pop(answer_id, None)
         if pending is None:
             return False
-        row = LogRow.model_validate_json(pending).model_copy(update={"correct": correct})
         was_raised = self.alarm.is_raised
+        row = LogRow.model_validate_json(pending).model_copy(update={"correct": correct})
         row = row.model_copy(update={"evidence": self._watch_promise(row)})
         if self.alarm.is_raised and not was_raised:
             logger.warning("ALARM: %s; %s", self.describe_alarm(), REFIT)
@@ -120,7 +131,7 @@ class FeedbackLog:
         return True
 
     def describe_alarm(self) -> str:
-        """Describe what the feedback says about the promise, in one sentence without a full stop."""
+        """Describe what the feedback says about the promise, as text without a final full stop."""
         if self.promise is None:
             return "nothing is promised, so there is no alarm"
         count = f"{self.alarm.answers:,} answers with feedback"
@@ -131,7 +142,7 @@ class FeedbackLog:
         )
 
     def summarise_alarm(self) -> dict[str, float]:
-        """Return the numbers of the alarm; none without a promise."""
+        """Return the metrics of the alarm; empty without a promise."""
         if self.promise is None:
             return {}
         return {
@@ -141,7 +152,7 @@ class FeedbackLog:
         }
 
     def summarise_rolling(self) -> dict[str, float]:
-        """Measure the calibration of the last graded answers of this model with this calibrator."""
+        """Measure the calibration of the last graded answers that this model and this calibrator gave."""
         confidence = []
         correct = []
         for row in self.graded:
@@ -161,7 +172,7 @@ class FeedbackLog:
 
 
 def _read_rows(path: Path | None) -> Iterator[LogRow]:
-    """Yield the valid rows of a log. A last row that a power cut tore is removed from the file."""
+    """Yield the valid rows of a log. A last row that was cut off, as by a power cut, is removed from the file."""
     if path is None or not path.is_file():
         return
     with path.open("rb") as file:
@@ -169,25 +180,26 @@ def _read_rows(path: Path | None) -> Iterator[LogRow]:
             try:
                 row = LogRow.model_validate_json(line)
             except ValidationError:
-                begins_like_a_row = b'{"id":'.startswith(line[:6])
-                if begins_like_a_row and not line.endswith(b"\n"):
+                begins_like_a_row = b'{"id":'.startswith(line[:6])  # even if only part of that was written
+                is_cut_off = not line.endswith(b"\n")
+                if begins_like_a_row and is_cut_off:
                     os.truncate(path, file.tell() - len(line))
                 continue
             yield row
 
 
 def _append_row(path: Path | None, row: LogRow) -> None:
-    """Append a row. A full disk costs the row, never the answer, and leaves no partial line."""
+    """Append a row. If the disk is full, the row is lost, but the answer is still sent and no partial line remains."""
     if path is None:
         return
     line = row.model_dump_json(exclude_none=True).encode() + b"\n"
     try:
-        # Opened for every row, because logs are rotated.
+        # The file is opened for every row, because it may have been rotated.
         with path.open("a+b", buffering=0) as file:
             size = file.tell()
             file.seek(max(0, size - 1))
-            is_last_line_torn = file.read(1) not in (b"", b"\n")
-            if is_last_line_torn:
+            is_last_line_cut_off = file.read(1) not in (b"", b"\n")
+            if is_last_line_cut_off:
                 line = b"\n" + line
             if file.write(line) < len(line):
                 file.truncate(size)

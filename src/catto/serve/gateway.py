@@ -1,8 +1,8 @@
-"""The web application of `catto serve`: routes in OpenAI's form, a key, limits, metrics and a feedback log.
+"""The web application of `catto serve`: OpenAI-compatible routes, an API key, limits, metrics and a feedback log.
 
-A request passes `RequestGuard` (key, size, request id) and is answered by `Answerer`. A full gateway replies 429 at
-once. A client that hangs up cancels its upstream requests. No prompt, response or key is logged. TLS, slow clients and
-rate limits belong to a reverse proxy in front of the gateway.
+`RequestGuard` checks each request (key, size, request id), and `Answerer` answers it. A full gateway immediately
+replies with status 429. If a client disconnects, its upstream requests are cancelled. Prompts, responses and keys are
+never logged. TLS, slow clients and rate limits are left to a reverse proxy in front of the gateway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from catto.serve.requests import ChatRequest, Feedback
 
 logger = logging.getLogger("catto.serve")
 
-# The request line and the headers are held in memory before the key is checked.
+# Limits the request line and the headers, which are read into memory before the key is checked.
 MAX_HEAD_BYTES = 32 * 1024
 DEFAULT_MAX_TOKENS = 512
 # These paths need no key.
@@ -47,7 +47,7 @@ OPEN_PATHS = ("/health", "/metrics")
 ERROR_STATUSES = (400, 401, 404, 413, 429, 502, 503, 504)
 CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
-# Status -> type and code of an error in OpenAI's form.
+# Status -> type and code of an error in OpenAI's format.
 _ERROR_TYPES: dict[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
@@ -62,13 +62,13 @@ class Limits:
     """Limits of the gateway.
 
     Attributes:
-        concurrency: Chat requests in progress; more get status 429.
+        concurrency: Maximum number of chat requests in progress; further ones get status 429.
         max_k: Maximum number of samples per request.
         max_tokens: Maximum number of generated tokens per sample.
-        max_bytes: Maximum length of a body.
-        max_option_characters: Maximum length of a label and of an option's text.
-        deadline: Seconds for an answer.
-        key: The key that clients must send; None means no authentication.
+        max_bytes: Maximum length of a request body.
+        max_option_characters: Maximum length of a label, and of the text of an option.
+        deadline: Maximum number of seconds for an answer.
+        key: The API key that clients must send; None means no authentication.
     """
 
     concurrency: int = 64
@@ -81,7 +81,13 @@ class Limits:
 
 
 class RequestGuard:
-    """ASGI middleware: check the key and the body's size, and count and log every reply."""
+    """ASGI middleware that checks the key and the size of the body, and counts and logs every reply.
+
+    Args:
+        app: The application behind it.
+        limits: The limits, of which it uses key and body size.
+        metrics: The metrics, in which it counts replies.
+    """
 
     def __init__(self, app: Any, limits: Limits, metrics: GatewayMetrics) -> None:
         self.app = app
@@ -95,7 +101,7 @@ class RequestGuard:
             return
         started = time.monotonic()
         headers = dict(scope["headers"])
-        # A client's own id may repeat, so feedback names the gateway's id.
+        # Clients may repeat their own request ids, so feedback refers to an id that the gateway chooses.
         answer_id = f"chatcmpl-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["id"] = answer_id
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -105,18 +111,21 @@ class RequestGuard:
         async def send_and_log(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-                seconds = time.monotonic() - started
-                self.metrics.count_reply(message["status"], seconds)
-                # A path may hold line breaks, which would forge lines of the log.
-                path = shorten_text(scope["path"], 80)
-                logger.info("%s %s %s %.0f ms", request_id, path, message["status"], 1000 * seconds)
+                self._log_reply(request_id, scope["path"], message["status"], time.monotonic() - started)
             await send(message)
 
         application = self.app
-        if scope["path"] not in OPEN_PATHS and not self._has_key(headers):
-            application = make_error(401, "missing or wrong API key", _CLOSE)
+        needs_key = scope["path"] not in OPEN_PATHS
+        if needs_key and not self._has_key(headers):
+            application = make_error(401, "missing or wrong API key", _CLOSE)  # a response is an ASGI application too
         announced_bytes = int(headers.get(b"content-length", 0))
         await application(scope, self._limit_body(receive, announced_bytes), send_and_log)
+
+    def _log_reply(self, request_id: str, path: str, status: int, seconds: float) -> None:
+        self.metrics.count_reply(status, seconds)
+        # A path may contain line breaks, which could forge lines in the log.
+        path_on_one_line = shorten_text(path, 80)
+        logger.info("%s %s %s %.0f ms", request_id, path_on_one_line, status, 1000 * seconds)
 
     def _has_key(self, headers: Mapping[bytes, bytes]) -> bool:
         if self.limits.key is None:
@@ -126,7 +135,12 @@ class RequestGuard:
         return is_bearer and hmac.compare_digest(sent_key, self.limits.key.encode())
 
     def _limit_body(self, receive: Any, announced_bytes: int) -> Any:
-        """Wrap `receive` so that a body above the limit raises status 413."""
+        """Wrap `receive` so that a body above the limit raises HTTPException with status 413.
+
+        Args:
+            receive: The ASGI function that returns the next part of the body.
+            announced_bytes: The length that the headers announce; 0 if they announce none.
+        """
         limit = self.limits.max_bytes
         received_bytes = 0
 
@@ -145,11 +159,11 @@ class Gateway:
     """The routes of the gateway.
 
     Args:
-        answerer: Asks the upstream.
-        labels: The labels of requests without options of their own.
-        protocol: How answers are made unless a request says otherwise.
+        answerer: Answers requests by asking the upstream.
+        labels: The labels for requests that have no options of their own.
+        protocol: How answers are obtained, unless a request overrides it.
         limits: The limits.
-        log: The feedback log; None writes no file.
+        log: Path of the feedback log; None writes no file.
     """
 
     def __init__(
@@ -167,7 +181,7 @@ class Gateway:
         self._in_flight = 0
 
     def make_app(self) -> FastAPI:
-        """Build the application, which closes the upstream's client when it ends."""
+        """Build the application. It closes the HTTP client of the upstream when it shuts down."""
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -188,7 +202,7 @@ class Gateway:
         return app
 
     async def answer_chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer with a confidence, or abstain."""
+        """Answer a chat request with a confidence, or abstain."""
         asked = self._read_request(str(request.state.id), body)
         if self._in_flight >= self.limits.concurrency:
             raise HTTPException(429, "the gateway is full, try again later", {"Retry-After": "1"})
@@ -209,14 +223,14 @@ class Gateway:
         if not body.stream:
             return JSONResponse(_render_completion(head, answer))
         include_usage = (body.stream_options or {}).get("include_usage", False)
-        # A long text has tens of thousands of words, and each is an event.
+        # A long text may have tens of thousands of words, and each becomes an event.
         events = await run_in_thread(_render_events, head, answer, include_usage)
         return Response(events, media_type="text/event-stream")
 
     async def _answer_unless_closed(self, asked: AnswerRequest, request: Request) -> GatewayAnswer | None:
-        """Answer within the deadline; return None if the client hangs up, which cancels the upstream requests."""
+        """Answer within the deadline; return None if the client disconnects, which cancels the upstream requests."""
         work = asyncio.create_task(self._answer_in_time(asked))
-        # The body has been read, so the next message says that the client has left.
+        # The body has been read, so the next message can only be that the client has disconnected.
         disconnect = asyncio.create_task(request.receive())
         disconnect.add_done_callback(lambda _: work.cancel())
         try:
@@ -236,9 +250,9 @@ class Gateway:
             raise FaultError(f"no answer within {self.limits.deadline:g} s", is_retryable=True, code=504) from None
 
     def _read_request(self, answer_id: str, body: ChatRequest) -> AnswerRequest:
-        """Check a request and fill in the defaults; HTTPException if it cannot be served."""
+        """Check a request and fill in the defaults; raise HTTPException if it cannot be served."""
         if body.model != self.model:
-            raise HTTPException(404, f"model {body.model!r} is not served, {self.model!r} is")
+            raise HTTPException(404, f"model {body.model!r} is not served; the served model is {self.model!r}")
         protocol = self._read_protocol(body)
         default_max_tokens = min(DEFAULT_MAX_TOKENS, self.limits.max_tokens)
         max_tokens = body.max_completion_tokens or body.max_tokens or default_max_tokens
@@ -260,7 +274,7 @@ class Gateway:
         )
 
     def _read_protocol(self, body: ChatRequest) -> Protocol:
-        """Return the gateway's protocol with the changes that a request asks for."""
+        """Return the gateway's protocol, with the changes that the request asks for."""
         requested = {"k": body.catto.k, "rule": body.catto.rule, "temperature": body.temperature}
         changes = {name: value for name, value in requested.items() if value is not None}
         protocol = self.protocol.model_copy(update=changes)
@@ -269,7 +283,7 @@ class Gateway:
         if protocol.k > self.limits.max_k:
             raise HTTPException(400, f"catto.k: at most {self.limits.max_k}")
         if protocol.k > 1 and protocol.temperature == 0:
-            raise HTTPException(400, f"{protocol.k} samples at temperature 0 are the same: give a temperature or k = 1")
+            raise HTTPException(400, f"{protocol.k} samples at temperature 0 are the same: raise it or set k = 1")
         return protocol
 
     def _read_options(self, body: ChatRequest) -> tuple[Option, ...]:
@@ -289,24 +303,24 @@ class Gateway:
     async def take_feedback(self, body: Feedback) -> dict[str, Any]:
         """Record whether an answer was right."""
         if not self.log.add_feedback(body.id, body.correct):
-            raise HTTPException(404, "no answer with this id waits for feedback")
+            raise HTTPException(404, "no answer with this id is waiting for feedback")
         return {"id": body.id, "object": "catto.feedback"}
 
     async def list_models(self) -> dict[str, Any]:
-        """List the one served model."""
+        """List the served model."""
         return {"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "catto"}]}
 
     async def report_health(self) -> dict[str, Any]:
-        """Report that the gateway runs. The upstream is checked at the start only."""
+        """Report that the gateway is running. The upstream is checked only at startup."""
         return {"status": "ok", "model": self.model}
 
     async def show_metrics(self) -> str:
-        """Show counts since the start and the calibration of the last graded answers."""
+        """Show the counts since startup and the calibration of the last graded answers."""
         return self.metrics.render_text()
 
 
 def server_options(limits: Limits) -> dict[str, Any]:
-    """Return uvicorn's options. h11 limits the size of headers; httptools, its other parser, does not."""
+    """Return uvicorn's options. The parser is h11 because httptools, the alternative, does not limit header size."""
     return {
         "http": "h11",
         "h11_max_incomplete_event_size": MAX_HEAD_BYTES,
@@ -318,13 +332,14 @@ def server_options(limits: Limits) -> dict[str, Any]:
 
 
 def run_gateway(gateway: Gateway, host: str, port: int) -> None:
-    """Serve until a signal comes, then finish the requests in flight."""
+    """Serve until a signal arrives, then finish the requests in progress."""
     logging.basicConfig(level=logging.WARNING)
     logger.setLevel(logging.INFO)
     uvicorn.run(gateway.make_app(), host=host, port=port, **server_options(gateway.limits))
 
 
 def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str, Any]:
+    """Render an answer as a chat completion; `head` has its id, time and model."""
     message = {"role": "assistant", "content": answer.text, "refusal": None}
     choice = {
         "index": 0,
@@ -342,12 +357,12 @@ def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str,
 
 
 def _render_logprobs(answer: GatewayAnswer) -> dict[str, Any]:
-    """Render the `catto` object as a choice's log-probabilities: LangChain keeps these and drops unknown fields."""
+    """Put the `catto` object into the log-probabilities of a choice: LangChain keeps these and drops unknown fields."""
     return {"content": None, "refusal": None, "catto": answer.catto}
 
 
 def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: bool) -> str:
-    """Render an answer as server-sent events, word by word; the last chunk has the `catto` object."""
+    """Render an answer as server-sent events, word by word; the chunk that ends it has the `catto` object."""
     deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]
     for word in re.findall(r"\s*\S+|\s+$", answer.text):
         deltas.append({"content": word})
@@ -356,10 +371,11 @@ def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: b
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         chunks.append({"choices": [choice]})
-    last_choice = chunks[-1]["choices"][0]
+    last_chunk = chunks[-1]
+    last_choice = last_chunk["choices"][0]
     last_choice["finish_reason"] = answer.finish_reason
     last_choice["logprobs"] = _render_logprobs(answer)
-    chunks[-1]["catto"] = answer.catto
+    last_chunk["catto"] = answer.catto
     if include_usage:
         chunks.append({"choices": [], "usage": answer.usage, "catto": answer.catto})
     events = []
@@ -371,7 +387,7 @@ def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: b
 
 
 def make_error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Make an error reply in OpenAI's form."""
+    """Make an error reply in OpenAI's format."""
     default_type = "upstream_error" if status > 500 else "invalid_request_error"
     error_type, code = _ERROR_TYPES.get(status, (default_type, None))
     error = {"message": shorten_text(message), "type": error_type, "param": None, "code": code}
@@ -390,11 +406,12 @@ async def _handle_error(_: Request, error: Any) -> Response:
 
 
 def _describe_invalid_body(error: RequestValidationError) -> str:
-    """Describe the first problem of a body without the value, which may be a prompt."""
+    """Describe the first problem of a body, without the offending value, which may be a prompt."""
     first = error.errors()[0]
     location = first["loc"]
     if first["type"] == "json_invalid" or location == ("body",):
         return "expected a JSON object, with Content-Type: application/json"
+    # pydantic appends "[key]" to the location if the key of a mapping is wrong, and not its value.
     names = [str(part) for part in location if part not in ("body", "[key]")]
     is_unknown_field = first["type"] == "extra_forbidden" or location[-1] == "[key]"
     problem = "this field is not supported" if is_unknown_field else str(first["msg"])

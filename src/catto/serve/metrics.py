@@ -1,4 +1,4 @@
-"""The numbers of `/metrics`, in Prometheus' text format."""
+"""The metrics that the gateway serves at `/metrics`, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LATENCY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class _ScrapedNumbers(Collector):
-    """Numbers that are computed when they are asked for."""
+    """Metrics that are computed whenever they are requested."""
 
     def __init__(self, log: FeedbackLog, engine: ServerEngine) -> None:
         self.log = log
         self.engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the upstream's retries, the rolling calibration and the alarm."""
+        """Yield the number of upstream retries, the rolling calibration and the state of the alarm."""
         yield CounterMetricFamily("catto_upstream_retries", "Retried upstream requests", value=self.engine.retries)
         for name, value in self.log.summarise_rolling().items():
             yield GaugeMetricFamily(name, "Calibration of the last answers with feedback", value=value)
@@ -32,7 +32,12 @@ class _ScrapedNumbers(Collector):
 
 
 class GatewayMetrics:
-    """Counts since the start, and the calibration of the last graded answers."""
+    """Counts since the gateway was started, and the calibration of the last graded answers.
+
+    Args:
+        log: The feedback log, for calibration and alarm.
+        engine: The upstream, for its retries.
+    """
 
     def __init__(self, log: FeedbackLog, engine: ServerEngine) -> None:
         self.registry = CollectorRegistry()
@@ -46,16 +51,16 @@ class GatewayMetrics:
         self.in_flight = Gauge("catto_in_flight", "Chat requests in progress", registry=self.registry)
 
     def count_reply(self, status: int, seconds: float) -> None:
-        """Count a reply with its status and its time."""
+        """Count a reply by status, and record how long it took."""
         self.requests.labels(status=str(status)).inc()
         self.seconds.observe(seconds)
 
     def count_answer(self, about: Mapping[str, Any]) -> None:
-        """Count an answer's samples and whether it is an abstention; `about` is its `catto` object."""
+        """Count the samples of an answer, and the answer if it is an abstention; `about` is its `catto` object."""
         self.samples.inc(about["k"])
         if about["abstained"]:
             self.abstentions.inc()
 
     def render_text(self) -> str:
-        """Render all numbers in Prometheus' text format."""
+        """Render all metrics in Prometheus' text format."""
         return generate_latest(self.registry).decode()

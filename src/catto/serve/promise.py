@@ -1,4 +1,4 @@
-"""What the gateway promises about its answers, and what it says once feedback shows more errors than promised."""
+"""What the gateway promises about its answers, and how it withdraws a promise that feedback has disproved."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from catto.calibrate import Fitted, RiskThreshold
 from catto.metrics.alarm import bound_error_rate
 from catto.records import content_hash
 
-# A fitted calibrator is never exact: without a threshold, confidences may be this much too high before it counts.
+# A fitted calibrator is never exact: without a threshold, confidences may be too high by this much.
 TOLERANCE = 0.05
 ALARM = "feedback shows more errors than the calibration answers promised: fit calibrator and threshold again"
 
 
 @dataclass(frozen=True)
 class ServedPromise:
-    """What is promised about answers, as an error rate that they do not exceed.
+    """A promise about answers: an error rate that they do not exceed.
 
     Attributes:
-        digest: Distinguishes this promise from others in the log.
-        error_rate: The rate for every answer above the threshold; None without a threshold, where the rate is one minus
-            the confidence of the answer, plus TOLERANCE.
+        digest: Identifies the promise in the log.
+        error_rate: The promised rate for all answers above the threshold. None without a threshold; the rate of an
+            answer is then one minus its confidence, plus TOLERANCE.
     """
 
     digest: str
@@ -42,16 +42,16 @@ class ServedPromise:
 
     @property
     def broken_text(self) -> str:
-        """What holds if the promise is broken."""
+        """A clause that says what is true if the promise is broken."""
         if self.error_rate is None:
             return f"confidences are more than {100 * TOLERANCE:g} points too high"
         return f"more than {100 * self.error_rate:.1f} % of the answers are wrong"
 
 
 def make_promise(fitted: Fitted | None, threshold: RiskThreshold | None) -> ServedPromise | None:
-    """Return the promise of a threshold, else that of a calibrator; None without both.
+    """Return the promise of a threshold, or else that of a calibrator; None if there is neither.
 
-    The promised error rate is the risk, or what the calibration answers bound it by if that is smaller.
+    A threshold promises its risk, or the bound on the error rate from the calibration answers if that is lower.
     """
     if threshold is not None:
         error_rate = bound_error_rate(threshold.errors, threshold.answered, threshold.risk)
@@ -62,7 +62,7 @@ def make_promise(fitted: Fitted | None, threshold: RiskThreshold | None) -> Serv
 
 
 def withdraw_promise(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `catto` object of an answer without its guarantee, and with the alarm as the reason."""
+    """Return the `catto` object of an answer without its guarantee, with the alarm added to its reason."""
     reason = ALARM
     if about["reason"] is not None:
         reason = f"{about['reason']}; {ALARM}"

@@ -1,4 +1,4 @@
-"""The bodies that clients send to the gateway."""
+"""The request bodies that the gateway accepts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from catto.records import Message, Record
 
-# Clients send these values with every request; they ask for nothing.
+# Values of unsupported fields that change nothing. Some clients send them with every request.
 NEUTRAL_VALUES: dict[str, Any] = {
     "top_p": 1,
     "logprobs": False,
@@ -26,7 +26,14 @@ NEUTRAL_VALUES: dict[str, Any] = {
 
 
 class CattoOptions(Record, strict=True):
-    """The `catto` object of a request. `options` maps each label to the text of its option."""
+    """The `catto` object of a request.
+
+    Attributes:
+        k: Number of samples; None means the gateway's default.
+        rule: The rule that chooses among samples; None means the gateway's default.
+        return_candidates: Whether the reply lists all samples.
+        options: Label -> text of its option; None means the labels of the served task.
+    """
 
     k: int | None = Field(default=None, ge=1)
     rule: str | None = None
@@ -35,7 +42,7 @@ class CattoOptions(Record, strict=True):
 
 
 class ChatRequest(Record, strict=True):
-    """The supported part of OpenAI's chat completion request. Other fields are rejected by name."""
+    """The supported part of OpenAI's chat completion request. Unsupported fields are refused by name."""
 
     model: str
     messages: list[Message] = Field(min_length=1)
@@ -52,7 +59,7 @@ class ChatRequest(Record, strict=True):
     @model_validator(mode="before")
     @classmethod
     def _simplify_body(cls, body: Any) -> Any:
-        """Drop nulls and neutral values, and join messages that are lists of texts."""
+        """Drop nulls and neutral values, and join message contents that are lists of texts."""
         if not isinstance(body, dict):
             return body
         fields = {}
@@ -66,7 +73,7 @@ class ChatRequest(Record, strict=True):
 
 
 def simplify_message(message: Any) -> Any:
-    """Drop a message's nulls and join its content if that is a list of texts.
+    """Drop the nulls of a message, and join its content if that is a list of texts.
 
     >>> parts = [{"type": "text", "text": "Is it "}, {"type": "text", "text": "so?"}]
     >>> simplify_message({"role": "user", "content": parts})
@@ -75,7 +82,7 @@ def simplify_message(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     message = {name: value for name, value in message.items() if value is not None}
-    if message.get("role") == "developer":  # OpenAI's newer name of the system role
+    if message.get("role") == "developer":  # OpenAI's newer name for the system role
         message["role"] = "system"
     parts = message.get("content")
     if not isinstance(parts, list) or not parts:

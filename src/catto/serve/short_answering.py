@@ -1,7 +1,7 @@
-"""Answer requests of tasks without options: short answers and numbers, with the confidence that the protocol names.
+"""Answer requests for tasks without options: short answers and numbers, with the protocol's kind of confidence.
 
-Everything after the samples is the same as for labels. A sample costs one upstream request, and with P(True) a second
-one that asks whether its answer is right.
+Once the samples are taken, everything is the same as for labels. A sample costs one upstream request; P(True) needs a
+second one, which asks whether the answer is right.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ JUDGEMENT_OPTIONS = tuple(Option(label=label, text=label) for label in JUDGEMENT
 
 
 class Judgement(NamedTuple):
-    """What the upstream says of its own answer.
+    """The upstream's judgement of its own answer.
 
     Attributes:
-        ptrue: P(True); None if it was not asked, or its reply has neither True nor False.
-        replies: The replies that it took.
+        ptrue: P(True); None if the upstream was not asked, or if its reply is neither True nor False.
+        replies: The upstream's replies to the question whether the answer is right.
     """
 
     ptrue: float | None
@@ -51,8 +51,8 @@ class ShortAnswerer(Answerer):
     """Answers requests whose answer is a short text or a number.
 
     Attributes:
-        grade: How answers are compared: it decides which samples are equal.
-        brief: Whether the task's prompts leave the form of a judgement unexplained.
+        grade: How answers are compared, which decides which samples agree.
+        brief: Whether the task's prompts omit the explanation of how to write a judgement.
     """
 
     grade: Grade = "exact"
@@ -61,13 +61,13 @@ class ShortAnswerer(Answerer):
     async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
         """Take one sample and, for P(True), ask whether its answer is right.
 
-        The confidence of agreement is not known before all samples are taken: `_compose_answer` computes it.
+        The confidence by agreement needs all samples, so `_compose_answer` computes it.
 
         Raises:
             FaultError: The upstream fails, or its judgement cannot be read.
         """
         kind = asked.protocol.confidence_kind
-        # A stated confidence comes after the answer.
+        # A stated confidence follows the answer, so generation must not stop before it.
         request = self._make_request(asked, number, stop=STOP_STATED if kind == "verbal" else STOP)
         reply = await self.engine.ask(self.client, request)
         is_cut = reply.finish_reason == "length"
@@ -84,21 +84,21 @@ class ShortAnswerer(Answerer):
     async def _judge_answer(self, asked: AnswerRequest, number: int, text: str) -> Judgement:
         """Ask the upstream whether the answer `text` is right.
 
-        An upstream that continues responses is asked for the label at once; any other answers freely.
+        An upstream that can continue responses is asked for the label directly; any other writes a free response.
 
         Raises:
             FaultError: The upstream fails, or the label's log-probability cannot be read.
         """
         messages = add_judgement(asked.messages, text, brief=self.brief)
         question = ServedQuestion(asked.question.id, JUDGEMENT_OPTIONS)
-        nothing_written = Generation(question=question.id, sample=number, text="", model=self.engine.model)
-        case = Case(question, messages, nothing_written)
+        empty_response = Generation(question=question.id, sample=number, text="", model=self.engine.model)
+        empty_case = Case(question, messages, empty_response)
         label_request = None
         if self.engine.can_continue:
-            label_request = request_continuation(self.engine, case, read_reply(case))
+            label_request = request_continuation(self.engine, empty_case, read_reply(empty_case))
         if label_request is not None:
             reply = await self.engine.ask(self.client, label_request)
-            answer = await run_in_thread(read_reply, case, reply)
+            answer = await run_in_thread(read_reply, empty_case, reply)
         else:
             request = Request(
                 question=question.id, sample=number, messages=messages, max_tokens=JUDGEMENT_TOKENS, stop=STOP
@@ -118,7 +118,7 @@ class ShortAnswerer(Answerer):
         confidence: float | None,
         judgement: Judgement,
     ) -> Sample:
-        """Record a short answer with its confidence; 0 if it has none yet, or none at all."""
+        """Make a sample from a short answer. Its confidence is 0 if there is none, or if it is not known yet."""
         unlabelled = Answer(
             label=None,
             source=answer.source or "none",
@@ -128,9 +128,9 @@ class ShortAnswerer(Answerer):
         )
         response = reply
         is_answered = answer.key is not None
-        if is_answered:  # whatever was cut after the answer, the answer was not
+        if is_answered:  # only text after the answer can have been cut
             response = reply.model_copy(update={"finish_reason": "stop"})
-        # Nobody knows whether a served answer is right.
+        # Whether a served answer is right is unknown, but a prediction needs a value.
         prediction = Prediction(
             question=request.question,
             task="served",
@@ -146,7 +146,7 @@ class ShortAnswerer(Answerer):
         return Sample(prediction, (response, *judgement.replies), None)
 
     def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
-        """Give each sample its kind of confidence, then choose as among labels."""
+        """Set the confidence of each sample by the protocol's kind, then choose as with labels."""
         kind = asked.protocol.confidence_kind
         confidences = [sample.prediction.confidence for sample in samples]
         if kind == "agreement":
