@@ -182,5 +182,5 @@ def test_a_key_in_place_of_the_name_of_its_variable_is_refused_and_not_shown(tmp
 
 
 def test_the_hubs_token_is_no_setting_of_a_training() -> None:
-    with pytest.raises(ValueError, match=r"sft.trl.hub_token: is not set here"):
+    with pytest.raises(ValueError, match=r"sft.trl.hub_token: cannot be set here"):
         load_recipe("quickstart", ["sft.trl.hub_token=hf_x"])

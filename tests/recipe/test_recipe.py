@@ -86,14 +86,14 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"budgets": []}, "budgets: expected at least 1 entry"),
     (
         {"model": {"path": "x", "peft": {"task_type": "X"}}},
-        "model.peft.task_type: is not set here: it is always CAUSAL_LM",
+        "model.peft.task_type: cannot be set here: it is always CAUSAL_LM",
     ),
     (
         {"preference": {"trl": {"calibration": "bce"}}},
-        "preference.trl.calibration: is not set here: the method gives it",
+        "preference.trl.calibration: cannot be set here: the method sets it",
     ),
-    ({"preference": {"trl": {"max_length": 30}}}, "preference.trl.max_length: is not set here: context gives it"),
-    ({"sft": {"trl": {"output_dir": "x"}}}, "sft.trl.output_dir: is not set here: the run has its own"),
+    ({"preference": {"trl": {"max_length": 30}}}, "preference.trl.max_length: cannot be set here: context sets it"),
+    ({"sft": {"trl": {"output_dir": "x"}}}, "sft.trl.output_dir: cannot be set here: the run has its own"),
     ({"seeds": [2**32]}, "seeds.0"),
     (
         {"preference": {"trl": {"beta": float("nan")}}},
@@ -101,7 +101,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"preference": {"learning_rates": [1e-4, 1e-5], "trl": {"learning_rate": 1e-3}}},
-        "preference.trl.learning_rate: each of preference.learning_rates would train at this",
+        "preference.trl.learning_rate: would replace each of preference.learning_rates",
     ),
     ({"evaluation": {"sampling": "fited"}}, "evaluation.sampling: expected validation or fitted"),
     ({"methods": ["sft", "dpo+cato+ts"]}, "did you mean dpo+catto+ts?"),
@@ -214,15 +214,21 @@ def test_a_whole_number_for_a_float_keyword_is_that_float(tmp_path: Path) -> Non
         ("tasks.witnesses.labels=[A, B]", "tasks.witnesses.labels: not read for this task"),
         ("tasks={snli: {witnesses: 3}}", "tasks.snli.witnesses: not read for this task"),
         ("tasks={mine: {path: a.jsonl, data_dir: d}}", "tasks.mine.data_dir: not read for this task"),
-        ("model.dtype=bfloat16", "model: dtype and attention go with a path"),
-        ("sft.trl.label_smoothing_factor=0.1", "is not set here: sft+ls smooths labels"),
-        ("preference.trl.outcome_score=brier", "preference.trl.outcome_score: is not set here: outcome.score gives it"),
-        ("preference.trl.outcome_rows_per_pair=5", "is not set here: outcome.rows_per_pair gives it"),
-        ("preference.trl.prefix_sharing=false", "is not set here: it is set at the top of the recipe"),
-        ("rcft.trl.load_best_model_at_end=false", "is not set here: keep gives it"),
-        ("sft.trl.metric_for_best_model=loss", "is not set here: keep gives it"),
-        ("sft.trl.save_only_model=true", "is not set here: a run that was killed would end with another model"),
-        ("preference.trl.ignore_data_skip=true", "is not set here: a run that was killed would end with another model"),
+        ("model.dtype=bfloat16", "model: dtype and attention need a path"),
+        ("sft.trl.label_smoothing_factor=0.1", "cannot be set here: the method sft+ls smooths labels"),
+        (
+            "preference.trl.outcome_score=brier",
+            "preference.trl.outcome_score: cannot be set here: outcome.score sets it",
+        ),
+        ("preference.trl.outcome_rows_per_pair=5", "cannot be set here: outcome.rows_per_pair sets it"),
+        ("preference.trl.prefix_sharing=false", "cannot be set here: it is set at the top of the recipe"),
+        ("rcft.trl.load_best_model_at_end=false", "cannot be set here: keep sets it"),
+        ("sft.trl.metric_for_best_model=loss", "cannot be set here: keep sets it"),
+        ("sft.trl.save_only_model=true", "cannot be set here: a run that was killed would end with a different model"),
+        (
+            "preference.trl.ignore_data_skip=true",
+            "cannot be set here: a run that was killed would end with a different model",
+        ),
     ],
 )
 def test_a_setting_that_nothing_reads_is_refused(override: str, expected: str) -> None:
@@ -256,7 +262,7 @@ def test_a_preference_on_the_reasoning_needs_reasoning(tmp_path: Path) -> None:
     assert {"dpo", "dpo+outcome", "ipo"} <= set(compared)
     assert not {"dpo+decoupled", "dpo+decoupled+sft", "dpo+reasoning"} & set(compared)
     told = problem(write(tmp_path), *answer_first, "methods=[sft, dpo+decoupled]")
-    assert "dpo+decoupled prefers by the reasoning, and teacher.reasoning is false" in told
+    assert "dpo+decoupled compares the reasoning of responses, but teacher.reasoning is false" in told
 
 
 OWN = {"start": "base", "model": {"path": "models/own"}, "teacher": {"source": "transformers"}}
@@ -284,16 +290,19 @@ def test_a_recipe_that_starts_from_the_given_model_has_no_sft(tmp_path: Path) ->
         ({"start": "sft", "methods": ["sft", "base"]}, "methods: base needs start: base"),
         ({"start": "sft"}, "teacher.model: needed for source transformers"),
         ({"start": "sft", "teacher": {"source": "witnesses"}, "outcome": {"source": "teacher"}}, "needs start: base"),
-        ({"teacher": {"source": "witnesses"}, "outcome": {"source": "teacher"}}, "teacher witnesses is no model"),
+        ({"teacher": {"source": "witnesses"}, "outcome": {"source": "teacher"}}, "teacher witnesses is not a model"),
         (
             {"teacher": {"source": "transformers", "model": "other"}, "outcome": {"source": "teacher"}},
             "the teacher is other, the start model is models/own",
         ),
-        ({"outcome": {"source": "teacher", "questions": 5}}, "outcome.questions: not read, with source teacher"),
-        ({"outcome": {"source": "teacher", "temperature": 0.5}}, "outcome.temperature: not read, with source teacher"),
+        ({"outcome": {"source": "teacher", "questions": 5}}, "outcome.questions: has no effect: with source teacher"),
+        (
+            {"outcome": {"source": "teacher", "temperature": 0.5}},
+            "outcome.temperature: has no effect: with source teacher",
+        ),
         (
             {"outcome": {"source": "teacher", "target": "votes"}, "teacher": {"source": "transformers", "n": 1}},
-            "votes need several responses to a question, and teacher.n is 1",
+            "votes need several responses to a question, but teacher.n is 1",
         ),
         (
             {"outcome": {"target": "mix"}, "methods": ["base", "dpo+outcome-pairs"]},

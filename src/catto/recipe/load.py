@@ -1,4 +1,4 @@
-"""Read a recipe: a YAML file or the name of a shipped one, with `a.b=c` overrides. A problem is one line."""
+"""Read a recipe, either a YAML file or a shipped one, with `a.b=c` overrides. Error messages are one line long."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from catto.io.text_files import read_text
 from catto.recipe.settings import Recipe, TaskSettings, is_task_file
 from catto.recipe.yaml_text import parse_yaml
 
-# The longest shipped recipe has 3 kB; a file beyond this is no recipe.
+# The longest shipped recipe has 7 kB; a longer file than this is not a recipe.
 MAX_RECIPE_BYTES = 2**20
 SHIPPED_FOLDER = Path(__file__).parents[1] / "recipes"
 
-# Keywords that the recipe or the run fills itself: a second value would win over the one that is read and reported.
+# Keywords that the recipe or the run sets itself, and why. A second value would override the one that is reported.
 _SET_ELSEWHERE = {
-    "calibration": "the method gives it",
-    "greater_is_better": "keep gives it",
+    "calibration": "the method sets it",
+    "greater_is_better": "keep sets it",
     "hub_token": "models stay in the folder of the run",
-    "ignore_data_skip": "a run that was killed would end with another model",
-    "label_smoothing_factor": "sft+ls smooths labels",
-    "load_best_model_at_end": "keep gives it",
-    "max_length": "context gives it",
-    "metric_for_best_model": "keep gives it",
-    "model_init_kwargs": "the block model gives them",
-    "outcome_rows_per_pair": "outcome.rows_per_pair gives it",
-    "outcome_samples": "outcome.samples gives it",
-    "outcome_score": "outcome.score gives it",
-    "outcome_target": "outcome.target gives it",
+    "ignore_data_skip": "a run that was killed would end with a different model",
+    "label_smoothing_factor": "the method sft+ls smooths labels",
+    "load_best_model_at_end": "keep sets it",
+    "max_length": "context sets it",
+    "metric_for_best_model": "keep sets it",
+    "model_init_kwargs": "the block model sets them",
+    "outcome_rows_per_pair": "outcome.rows_per_pair sets it",
+    "outcome_samples": "outcome.samples sets it",
+    "outcome_score": "outcome.score sets it",
+    "outcome_target": "outcome.target sets it",
     "output_dir": "the run has its own",
     "prefix_sharing": "it is set at the top of the recipe",
     "push_to_hub": "models stay in the folder of the run",
-    "resume_from_checkpoint": "a run resumes by itself",
-    "save_only_model": "a run that was killed would end with another model",
+    "resume_from_checkpoint": "a run resumes automatically",
+    "save_only_model": "a run that was killed would end with a different model",
     "task_type": "it is always CAUSAL_LM",
 }
 
-# Keywords of the trainers and of LoRA that are floats. A whole number becomes one: `1` and `1.0` have the same key.
+# Keywords of the trainers and of LoRA that are floats. Whole numbers are converted: `1` and `1.0` have the same key.
 _FLOAT_KEYWORDS = frozenset(
     {
         "adam_beta1",
@@ -70,7 +70,7 @@ _FLOAT_KEYWORDS = frozenset(
 
 
 def find_shipped_recipes() -> dict[str, Path]:
-    """Return the recipes that come with the package, by name.
+    """Return the paths of the recipes that come with the package, by name.
 
     >>> sorted(find_shipped_recipes())
     ['comparison', 'paper', 'quickstart', 'qwen-1.5b', 'readings', 'smollm2']
@@ -86,7 +86,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides: Settings as `a.b=c`, where c is YAML; the last one wins.
 
     Raises:
-        DataError: One line with the place and, for a misspelled name, a suggestion.
+        DataError: The recipe is not valid; the message names the place and, for a misspelled name, a suggestion.
 
     >>> load_recipe("quickstart", ["evaluation.bins=15"]).evaluation.bins
     15
@@ -110,7 +110,7 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
 def _find_file(source: str) -> Path:
     known = find_shipped_recipes()
     path = Path(source)
-    if source in known and not path.is_file():  # a folder of a recipe's name, such as paper, is no recipe
+    if source in known and not path.is_file():  # there may be a folder with the name of a recipe, such as paper
         return known[source]
     if not path.exists():
         names = ", ".join(known)
@@ -127,15 +127,15 @@ def _validate_recipe(settings: dict[str, Any], path: Path, overrides: Sequence[s
         message = _explain_unknown(place[-1], _keys_at(place[:-1]))
     if place:
         raise DataError(origin_of(str(path), overrides, place), None, f"{'.'.join(place)}: {message}")
-    # A rule over several settings has no place; its message begins with the setting that it is about.
+    # A rule about several settings has no place, but its message begins with the setting that is wrong.
     subject = message.partition(":")[0].split(".")
     raise DataError(origin_of(str(path), overrides, subject), None, message)
 
 
 def _check_keywords(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
-    """Check the blocks that go to a trainer or to LoRA as they are, and make their floats floats.
+    """Check the blocks that are passed to a trainer or to LoRA unchanged, and convert whole numbers to floats.
 
-    Unknown keywords are left to the libraries: a run rehearses each training before the first one starts.
+    Unknown keywords are left to the libraries: a run rehearses all training runs before it starts the first one.
     """
     blocks: dict[str, dict[str, Any]] = {
         "sft.trl": recipe.sft.trl,
@@ -147,7 +147,7 @@ def _check_keywords(recipe: Recipe, path: Path, overrides: Sequence[str]) -> Non
         for name, value in keywords.items():
             if name in _SET_ELSEWHERE:
                 origin = origin_of(str(path), overrides, (*block.split("."), name))
-                raise DataError(origin, None, f"{block}.{name}: is not set here: {_SET_ELSEWHERE[name]}")
+                raise DataError(origin, None, f"{block}.{name}: cannot be set here: {_SET_ELSEWHERE[name]}")
             if name in _FLOAT_KEYWORDS and type(value) is int:
                 keywords[name] = float(value)
 
@@ -156,8 +156,8 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     """Read the settings of a user's own questions from a YAML file.
 
     Args:
-        source: The file. Its paths start from its folder.
-        given: The block of the recipe that names the file; what it sets overrides the file.
+        source: The file. Paths in it are relative to its folder.
+        given: The block of the recipe that names the file; the settings in this block override the file.
     """
     path = Path(source)
     value = parse_yaml(read_text(path, MAX_RECIPE_BYTES), source)
@@ -178,7 +178,7 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
 
 
 def _resolve_places(places: Any, folder: Path) -> Any:
-    """Return a path, a list of paths or one per split, as seen from the folder."""
+    """Put the folder before a path, a list of paths, or the paths of each split."""
     if isinstance(places, dict):
         return {split: _resolve_places(place, folder) for split, place in places.items()}
     if isinstance(places, list):
@@ -195,6 +195,8 @@ def _explain_unknown(name: str, known: Sequence[str]) -> str:
 def origin_of(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:
     """Return what set the value at a place: an override, or the file.
 
+    An override of the place itself counts, as does one of a block around it or of a part of it. The last one wins.
+
     >>> origin_of("r.yaml", ["evaluation.bins=0"], ("evaluation", "bins"))
     '--set evaluation.bins=0'
     """
@@ -203,8 +205,9 @@ def origin_of(source: str, overrides: Sequence[str], place: Sequence[str]) -> st
         return source
     for override in reversed(overrides):
         set_place = tuple(override.partition("=")[0].strip().split("."))
-        shared = min(len(set_place), len(wanted))
-        if wanted[:shared] == set_place[:shared]:
+        length = min(len(set_place), len(wanted))
+        one_contains_the_other = wanted[:length] == set_place[:length]
+        if one_contains_the_other:
             return f"--set {override}"
     return source
 
@@ -220,7 +223,7 @@ def _apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict
 
 
 def _set_at(block: object, place: Sequence[str], value: object) -> dict[str, Any]:
-    """Return a copy of the block with the value at the place; what is no block on the way becomes one."""
+    """Return a copy of the block with the value at the place; anything on the way that is not a block becomes one."""
     settings = dict(block) if isinstance(block, dict) else {}
     name = place[0]
     if len(place) == 1:
@@ -237,7 +240,7 @@ def _keys_at(place: Sequence[str]) -> list[str]:
     for name in names:
         annotation = model.model_fields[name].annotation
         if get_origin(annotation) is dict:
-            next(names, None)  # a key of the user's own, such as a task's name
+            next(names, None)  # skip a key that the user chose, such as the name of a task
         for kind in (annotation, *get_args(annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 model = kind

@@ -1,4 +1,4 @@
-"""The recipe: every setting of an experiment, as closed, typed models. An unknown key is an error."""
+"""The recipe: every setting of an experiment, in typed models. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FEW_QUESTIONS = 30
 
 
 class Settings(BaseModel):
-    """A closed, immutable block of settings; numbers are finite."""
+    """A frozen block of settings. Unknown keys and numbers that are not finite are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -63,7 +63,7 @@ class Settings(BaseModel):
 def expand_variables(path: str) -> str:
     """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
 
-    An unset variable without a default is an error: an empty path would silently name another place.
+    An unset variable without a default is an error: an empty path would silently name a different place.
 
     >>> expand_variables("${CATTO_UNSET_VARIABLE:-models}/smollm2")
     'models/smollm2'
@@ -79,7 +79,7 @@ def expand_variables(path: str) -> str:
 
 
 def _expand_all(value: Any) -> Any:
-    """Return a JSON value with `expand_variables` applied to all its texts."""
+    """Return a JSON value with `expand_variables` applied to all texts in it."""
     if isinstance(value, dict):
         return {name: _expand_all(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,13 +89,13 @@ def _expand_all(value: Any) -> Any:
     return value
 
 
-# Only paths are expanded when a recipe is read: a variable in any other field could put a secret into a run's files.
+# Only paths are expanded when a recipe is read. In any other field, a variable could put a secret into a run's files.
 ExpandedPath = Annotated[str, AfterValidator(expand_variables)]
 
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-# How the teacher is reached; no response depends on it.
+# How the teacher is reached; no response depends on these settings.
 CONNECTION_FIELDS = frozenset(
     {"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"}
 )
@@ -107,7 +107,7 @@ class ResponseFields(Settings):
     """The columns of an existing dataset of responses; None if the dataset has no such column."""
 
     question: str | None = "question"  # the question's id
-    prompt: str | None = None  # or its text as in the user's message (for word labels, its fields suffice)
+    prompt: str | None = None  # or the user message; if the labels are words, the question's fields suffice
     text: str | None = "text"
     reasoning: str | None = None
     label: str | None = None
@@ -124,34 +124,37 @@ class ResponseFields(Settings):
 
 
 class TeacherSettings(Settings):
-    """How training questions become responses, and responses rows. Defaults are the paper's where it gives them."""
+    """How responses to training questions are collected, and how rows are made from them.
 
-    # None: given in code
+    Defaults are the paper's if the paper gives a value.
+    """
+
+    # None: an engine is passed in code
     source: Literal["server", "transformers", "responses", "labels", "witnesses", "readings"] | None = None
-    model: str | None = None  # the server's name for it, or a model folder or hub id
+    model: str | None = None  # the server's name of the model, or a model folder or hub id
     base_url: str | None = Field(default=None, repr=False)  # https://api.deepseek.com, http://localhost:8000/v1, ...
-    api_key_env: str = "OPENAI_API_KEY"  # the variable's name; the key itself is never stored
-    # Server-specific, e.g. {thinking: {type: disabled}}. What may be a secret is stored as a digest; `${NAME}` is a
-    # variable, filled in when a request is sent.
+    api_key_env: str = "OPENAI_API_KEY"  # the name of the environment variable; the key itself is never stored
+    # Further fields of a request, e.g. {thinking: {type: disabled}}. Possible secrets are stored as digests; `${NAME}`
+    # is an environment variable, whose value is filled in when a request is sent.
     extra_body: dict[str, Any] = Field(default_factory=dict, repr=False)
-    responses: ExpandedPath | None = None  # source responses: a file, a folder or a hub id
+    responses: ExpandedPath | None = None  # for source responses: a file, a folder or a hub id
     fields: ResponseFields = ResponseFields()
 
-    n: int = Field(default=10, ge=1)
-    temperature: tuple[float, float] = (0.6, 1.2)
+    n: int = Field(default=10, ge=1)  # responses per question
+    temperature: tuple[float, float] = (0.6, 1.2)  # lowest and highest; each response draws its own
     max_tokens: int = Field(default=1024, ge=1)
     reasoning: bool = True
     seed: int = 0
 
     concurrency: int = Field(default=16, ge=1)  # requests in flight, or a local model's batch size
     timeout: float = Field(default=600, gt=0)  # seconds without a byte from the server
-    deadline: float = Field(default=1800, gt=0)  # seconds for a whole reply, the retries included
+    deadline: float = Field(default=1800, gt=0)  # seconds for a whole reply, including retries
     retries: int = Field(default=8, ge=0)
     max_refused: float = Field(default=0.2, ge=0, le=1)  # largest share of questions with refused requests; 1: no limit
 
     pairs_per_question: int = Field(default=1, ge=1)
-    min_correct: int = Field(default=1, ge=1)
-    min_wrong: int = Field(default=3, ge=1)
+    min_correct: int = Field(default=1, ge=1)  # correct responses that a question needs to give pairs
+    min_wrong: int = Field(default=3, ge=1)  # wrong responses that a question needs to give pairs
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -170,27 +173,27 @@ class TeacherSettings(Settings):
 
     @field_serializer("base_url")
     def _without_login(self, value: str | None) -> str | None:
-        """Leave out a user and password in the address, which are never stored."""
+        """Leave out a user name and a password in the address, which are never stored."""
         if value is None:
             return None
         return re.sub(r"//[^/?#]*@", "//", value, count=1)
 
     @field_serializer("extra_body")
     def _without_secrets(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Store digests of possible secrets: stage keys change with them, but no file holds them."""
+        """Store digests of possible secrets: stage keys change with them, but no file contains them."""
         return dict(redact(value))
 
     @field_validator("api_key_env")
     @classmethod
     def _is_variable_name(cls, value: str) -> str:
-        """Refuse the key itself instead of the variable's name; the message does not repeat it."""
+        """Refuse a key in place of the variable's name, without repeating the key in the message."""
         is_name = re.fullmatch(r"[A-Za-z_]\w*", value) is not None
         if not is_name or looks_like_secret(value):
             raise ValueError("expected the name of an environment variable, such as OPENAI_API_KEY, not the key itself")
         return value
 
     def body_to_send(self) -> dict[str, Any]:
-        """Return `extra_body` with the values of environment variables instead of `${NAME}`.
+        """Return `extra_body` with every `${NAME}` replaced by the value of the environment variable.
 
         Raises:
             ValueError: A variable is not set, or the settings are from a run's folder, which stores only digests of
@@ -198,23 +201,24 @@ class TeacherSettings(Settings):
         """
         for place in find_redacted(self.extra_body, "teacher.extra_body"):
             reason = "only a digest of this value is stored in the run's folder"
-            raise ValueError(f"{place}: {reason}: write ${{NAME}} in the recipe, a variable, or use `catto run`")
+            request = "write a variable, ${NAME}, in the recipe, or use `catto run`"
+            raise ValueError(f"{place}: {reason}: {request}")
         return dict(_expand_all(self.extra_body))
 
     def response_settings(self) -> dict[str, Any]:
-        """Return the settings that determine a response: all but `CONNECTION_FIELDS` and `ROW_FIELDS`."""
+        """Return the settings that determine a response: all except `CONNECTION_FIELDS` and `ROW_FIELDS`."""
         excluded = set(CONNECTION_FIELDS | ROW_FIELDS)
-        if self.source == "transformers":  # the batch size: float noise between batch shapes can flip a token
+        if self.source == "transformers":  # it is the batch size, and float noise between batch shapes can flip a token
             excluded.remove("concurrency")
         return self.model_dump(mode="json", exclude=excluded)
 
     def row_settings(self) -> dict[str, Any]:
-        """Return the settings that determine the rows: all but `CONNECTION_FIELDS`."""
+        """Return the settings that determine the rows: all except `CONNECTION_FIELDS`."""
         return self.model_dump(mode="json", exclude=set(CONNECTION_FIELDS))
 
 
 class ScratchModel(Settings):
-    """A small Qwen3 that is trained from scratch, with a tokenizer of whole words."""
+    """A small Qwen3 that is trained from scratch, with a word-level tokenizer."""
 
     layers: int = Field(default=3, ge=1)
     width: int = Field(default=96, ge=8)
@@ -229,20 +233,20 @@ class ModelSettings(Settings):
     path: ExpandedPath | None = None
     scratch: ScratchModel | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # of the weights; None is float32
-    attention: str | None = None  # None: Transformers' choice
-    peft: dict[str, Any] | None = None  # a LoraConfig's keywords; None is full fine-tuning
+    attention: str | None = None  # None: Transformers chooses
+    peft: dict[str, Any] | None = None  # keywords of `LoraConfig`; None is full fine-tuning
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.path is None) == (self.scratch is None):
             raise ValueError("name exactly one of path (a folder or hub id) and scratch")
         if self.scratch is not None and (self.dtype or self.attention):
-            raise ValueError("dtype and attention go with a path: a model from scratch has its own")
+            raise ValueError("dtype and attention need a path: a model from scratch has its own")
         return self
 
 
 def is_task_file(place: str | None) -> TypeGuard[str]:
-    """Whether a task is given by a YAML file with its settings.
+    """Return whether a task is given by a YAML file with its settings.
 
     >>> is_task_file("mine.yaml"), is_task_file("snli")
     (True, False)
@@ -251,24 +255,26 @@ def is_task_file(place: str | None) -> TypeGuard[str]:
 
 
 class TaskSettings(Settings):
-    """Where a task's questions come from and how many are used; None uses the task's own number, or all."""
+    """Where a task's questions come from, and how many are used."""
 
-    data_dir: ExpandedPath | None = None
+    data_dir: ExpandedPath | None = None  # a folder with local copies of a benchmark's files
     files: dict[Split, ExpandedPath | list[ExpandedPath]] | None = None
+    # Maximum number of questions; None uses the task's own number, or all.
     train: int | None = Field(default=None, ge=1)
     validation: int | None = Field(default=None, ge=1)
     test: int | None = Field(default=None, ge=1)
-    path: ExpandedPath | None = None  # a user's own file (`files`: one per split), or a YAML file with these settings
+    # For a user's own questions; `catto.tasks.from_file` describes these settings.
+    path: ExpandedPath | None = None  # one file (`files` has one per split), or a YAML file with these settings
     fields: dict[str, str | list[str] | dict[str, str]] | None = None
-    answer: Literal["label", "index", "index1", "text", "boolean"] | None = None  # None: what fits all rows
-    answers: ExpandedPath | dict[Split, ExpandedPath | list[ExpandedPath]] | None = (
-        None  # file with one gold answer per line
-    )
+    answer: Literal["label", "index", "index1", "text", "boolean"] | None = None  # None: the style that fits all rows
+    # File with one gold answer per line.
+    answers: ExpandedPath | dict[Split, ExpandedPath | list[ExpandedPath]] | None = None
     labels: list[str] | None = None
     # How answers without options are compared. Not part of a stage's key if None.
     grade: Literal["exact", "number", "any-of"] | None = Field(default=None, exclude_if=lambda grade: grade is None)
     tolerance: float | None = Field(default=None, ge=0, lt=1, exclude_if=lambda tolerance: tolerance is None)
-    options: int | None = None  # witnesses: how many options, witnesses, and how reliable they are
+    # For the task `witnesses`: the number of options and witnesses, and how reliable witnesses are.
+    options: int | None = None
     witnesses: int | None = None
     reliabilities: list[float] | None = None
 
@@ -283,29 +289,28 @@ class TaskSettings(Settings):
 
 
 class TrainerSettings(Settings):
-    """How a kind of training runs; None uses the paper's value in METHODS. `trl` is passed to the trainer."""
+    """How one kind of training runs; None uses the paper's value in METHODS."""
 
     learning_rates: tuple[Rate, ...] | None = Field(default=None, min_length=1)
     epochs: int | None = Field(default=None, ge=1)
     batch_size: int | None = Field(default=None, ge=1)
     checkpoint_steps: int = Field(default=500, ge=1)
-    rows: int | None = Field(default=None, ge=1)  # at most this many rows or pairs
-    trl: dict[str, Any] = Field(default_factory=dict)
+    rows: int | None = Field(default=None, ge=1)  # maximum number of rows or pairs
+    trl: dict[str, Any] = Field(default_factory=dict)  # keywords that are passed to the trainer
 
 
 class PreferenceSettings(TrainerSettings):
-    """How preference training runs: its trainings are short, so it writes checkpoints more often."""
+    """How preference training runs. The runs are short, so checkpoints are written more often."""
 
     checkpoint_steps: int = Field(default=100, ge=1)
 
 
 class LaunchSettings(Settings):
-    """How a training or an evaluation is distributed. No stage key depends on it: only float noise changes."""
+    """How a training run or an evaluation is distributed. No stage key depends on it: only float noise changes."""
 
-    processes: int = Field(default=1, ge=1)  # share a training and each step's batch, whose size must be a multiple
-    config: ExpandedPath = (
-        "ddp"  # how they hold the model: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate
-    )
+    processes: int = Field(default=1, ge=1)  # they share the batch of each step, so its size must be a multiple of this
+    # How the model is distributed: ddp, fsdp2, zero2, zero3, or a configuration file of Accelerate.
+    config: ExpandedPath = "ddp"
 
 
 class OutcomeSettings(Settings):
@@ -316,13 +321,13 @@ class OutcomeSettings(Settings):
     """
 
     questions: int | None = Field(default=None, ge=1)  # None: every training question
-    held_out: bool = False  # take them from beyond the task's `train`: neither SFT nor the pairs have seen them
+    held_out: bool = False  # use questions beyond the task's `train`, which neither SFT nor the pairs have seen
     temperature: float = Field(default=1.0, ge=0)
     rows_per_pair: int = Field(default=2, ge=1)
     score: Literal["log", "brier"] = "log"
     target: Literal["gold", "votes", "mix"] = "gold"
-    samples: int = Field(default=8, ge=2, le=MOST_SAMPLES)  # of a question, for its votes
-    source: Literal["model", "teacher"] = "model"  # teacher: its responses, where it is the start model itself
+    samples: int = Field(default=8, ge=2, le=MOST_SAMPLES)  # responses per question that vote
+    source: Literal["model", "teacher"] = "model"  # teacher: use its responses, if it is the start model itself
 
 
 class EvaluationSettings(Settings):
@@ -334,33 +339,36 @@ class EvaluationSettings(Settings):
     bins: int = Field(default=20, ge=1, le=MOST_BINS)
     resamples: int = Field(default=1000, ge=10, le=MOST_RESAMPLES)
     unparsed: Literal["fallback", "wrong"] = "fallback"
-    decode: Literal["greedy", "sample"] = "greedy"  # temperature scaling: rescale the answer, or sample at tau
-    sampling: Literal["validation", "fitted"] = "validation"  # temperature of Confidence@k's samples
+    # Temperature scaling: rescale the confidence of the greedy answer, or sample the answer at tau.
+    decode: Literal["greedy", "sample"] = "greedy"
+    # How the sampling temperature of Confidence@k is chosen: on validation questions, or the fitted tau.
+    sampling: Literal["validation", "fitted"] = "validation"
     k: Annotated[tuple[Samples, ...], AfterValidator(lambda sizes: tuple(sorted(set(sizes))))] = (4, 8)  # Confidence@k
     # Ask the teacher for pairs of validation questions too, for the held-out preference accuracy. None: yes, unless the
-    # teacher is a server, which may be paid.
+    # teacher is a server, which may cost money.
     preference_pairs: bool | None = None
 
 
 class Resources(Settings):
-    """What a stage gets on a node of a cluster."""
+    """The resources of a stage on a node of a cluster."""
 
     cpus: float = Field(default=1, gt=0)
-    gpus: float | None = Field(default=None, ge=0)  # None: one for each process if the cluster has any
-    memory: str | None = Field(default=None, pattern=r"^\d+(\.\d+)? ?[KMGT]B$")  # 40GB; None: none is reserved
+    gpus: float | None = Field(default=None, ge=0)  # None: one per process if the cluster has any
+    memory: str | None = Field(default=None, pattern=r"^\d+(\.\d+)? ?[KMGT]B$")  # such as 40GB; None reserves none
 
     @property
     def bytes(self) -> int:
-        """The memory as a number."""
+        """The memory in bytes; 0 if none is reserved."""
         if self.memory is None:
             return 0
         number = float(self.memory[:-2])
-        power = " KMGT".index(self.memory[-2])
-        return int(number * 1e3**power)
+        prefix = self.memory[-2]
+        power_of_1000 = " KMGT".index(prefix)
+        return int(number * 1e3**power_of_1000)
 
 
 class ClusterResources(Settings):
-    """What stages get on a cluster: those that train, those that generate with a model, all others."""
+    """The resources on a cluster of stages that train, of stages that generate with a model, and of all others."""
 
     train: Resources = Resources()
     predict: Resources = Resources()
@@ -374,10 +382,10 @@ class Recipe(Settings):
     tasks: dict[Annotated[str, AfterValidator(partial(checked_name, what="task"))], TaskSettings] = Field(min_length=1)
     train_on: str | None = None  # out of distribution: train on this task, test on the others
     model: ModelSettings
-    start: Start = "sft"  # what methods start from: a model that SFT trains first, or the given model
+    start: Start = "sft"  # what methods start from: sft, a model that SFT trains first, or base, the given model
     methods: tuple[str, ...] = Field(default=methods_from("sft"), min_length=1)
     budgets: tuple[Budget, ...] = Field(default=BUDGETS, min_length=1)
-    small_pairs: int = Field(default=500, ge=1)  # the pairs of the small budget
+    small_pairs: int = Field(default=500, ge=1)  # number of pairs in the small budget
     seeds: tuple[Seed, ...] = Field(default=(0, 1, 2, 3, 4), min_length=1)
     lr_choice: Literal["seed", "mean"] = "seed"
     keep: Literal["last", "val_accuracy", "val_nll", "val_ece"] = "val_accuracy"
@@ -403,7 +411,7 @@ class Recipe(Settings):
     @field_validator("tasks", mode="before")
     @classmethod
     def _fill_empty_blocks(cls, value: Any) -> Any:
-        """Read `snli:` with nothing after it as the task with its own settings."""
+        """Read `snli:` with nothing after it as the task with its default settings."""
         if not isinstance(value, dict):
             return value
         tasks = {}
@@ -414,7 +422,7 @@ class Recipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_methods(cls, value: Any) -> Any:
-        """Without `methods`, compare all that the rest of the recipe allows."""
+        """If there is no `methods`, compare all methods that the rest of the recipe allows."""
         if not isinstance(value, dict) or "methods" in value:
             return value
         teacher = value.get("teacher")
@@ -426,7 +434,8 @@ class Recipe(Settings):
         for name in methods_from(start):
             method = METHODS[name]
             lacks_reasoning = answers_first and method.preference_tokens == "reasoning"
-            lacks_votes = uses_votes and method.calibration == "outcome" and method.stream == "none"
+            scores_pairs = method.calibration == "outcome" and method.stream == "none"
+            lacks_votes = uses_votes and scores_pairs
             if not lacks_reasoning and not lacks_votes:
                 names.append(name)
         return {**value, "methods": names}
@@ -439,7 +448,7 @@ class Recipe(Settings):
         for name, block in self._trainer_blocks().items():
             has_several_rates = len(block.learning_rates or ()) > 1
             if "learning_rate" in block.trl and has_several_rates:
-                raise ValueError(f"{name}.trl.learning_rate: each of {name}.learning_rates would train at this")
+                raise ValueError(f"{name}.trl.learning_rate: would replace each of {name}.learning_rates")
         if self.train_on is not None and self.train_on not in self.tasks:
             raise ValueError(f"train_on: {self.train_on!r} is not among the tasks {', '.join(self.tasks)}")
         self._check_start()
@@ -464,11 +473,13 @@ class Recipe(Settings):
             alternatives = f"with start: {self.start} there are {available}"
             raise ValueError(f"methods: {name} needs start: {method.only_from}; {alternatives}")
         start = start_of(method, self.start)
-        starts_from_a_method = start != "base" or (self.start == "base" and name != "base")
+        # The base model is itself a method only if the recipe starts from it; otherwise it is what SFT trains.
+        base_is_a_method = self.start == "base"
+        starts_from_a_method = start != "base" or (base_is_a_method and name != "base")
         if starts_from_a_method and start not in self.methods:
             raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
         if method.preference_tokens == "reasoning" and not self.teacher.reasoning:
-            raise ValueError(f"methods: {name} prefers by the reasoning, and teacher.reasoning is false")
+            raise ValueError(f"methods: {name} compares the reasoning of responses, but teacher.reasoning is false")
         scores_pairs = method.calibration == "outcome" and method.stream == "none"
         if self.outcome.target != "gold" and scores_pairs:
             raise ValueError(f"outcome.target: {name} scores the pairs themselves, which have no votes")
@@ -511,19 +522,19 @@ class Recipe(Settings):
         if self.start != "base":
             raise ValueError("outcome.source: teacher needs start: base, where the teacher can be the start model")
         if teacher.source not in ("server", "transformers", "responses"):
-            raise ValueError(f"outcome.source: teacher {teacher.source} is no model, so not the start model")
+            raise ValueError(f"outcome.source: teacher {teacher.source} is not a model, so it is not the start model")
         if teacher.source == "transformers" and teacher.model not in (None, self.model.path):
             raise ValueError(f"outcome.source: the teacher is {teacher.model}, the start model is {self.model.path}")
         for name, default in {"questions": None, "held_out": False, "temperature": 1.0}.items():
             if getattr(outcome, name) != default:
-                reason = "with source teacher the stream is what the teacher answered"
-                raise ValueError(f"outcome.{name}: not read, {reason}")
+                reason = "with source teacher, the stream is the teacher's responses"
+                raise ValueError(f"outcome.{name}: has no effect: {reason}")
         if outcome.target != "gold" and teacher.n < 2:
-            raise ValueError("outcome.target: votes need several responses to a question, and teacher.n is 1")
+            raise ValueError("outcome.target: votes need several responses to a question, but teacher.n is 1")
 
     @property
     def own_teacher(self) -> TeacherSettings:
-        """The teacher by name: with `start: base`, a local one without a name is the recipe's own model."""
+        """The teacher; with `start: base`, a local one without a model is the recipe's own model."""
         if self.teacher.source == "transformers" and self.teacher.model is None:
             return self.teacher.model_copy(update={"model": self.model.path})
         return self.teacher

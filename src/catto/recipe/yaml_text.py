@@ -1,4 +1,4 @@
-"""Read YAML 1.2 texts of plain values: what JSON can represent, and no key twice in a block."""
+"""Read YAML 1.2 texts that contain only what JSON can represent, with no key twice in a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from catto.errors import DataError, shorten_text
 
-# A text of a recipe's size cannot hold so many values by itself: only aliases of aliases multiply to more.
+# A text of a recipe's size cannot contain this many values, unless it multiplies them by aliases of aliases.
 MAX_VALUES = 2**20
 
 
@@ -21,13 +21,13 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
         text: The text, YAML 1.2: `1e-5` is a number, and `yes` is a text.
-        source: What an error names, such as the file.
+        source: What error messages name, such as the file.
 
     Returns:
-        Its value: blocks with texts as keys, lists, texts, finite numbers, booleans, None.
+        Its value: blocks with texts as keys, lists, texts, finite numbers, booleans and None.
 
     Raises:
-        DataError: One line with the place in the text.
+        DataError: The text is not such YAML; the message is one line with the place in the text.
 
     >>> parse_yaml("rate: 1e-5", "recipe.yaml")
     {'rate': 1e-05}
@@ -60,8 +60,8 @@ def _check_plain(value: object, place: tuple[str, ...], count: int) -> int:
     """Raise ValueError for a value that JSON cannot represent: stages are keyed by the JSON of their settings.
 
     Args:
-        value: The value to check, with everything in it.
-        place: Keys that lead to it.
+        value: The value to check, including everything in it.
+        place: The keys that lead to the value.
         count: Number of values checked before this one.
 
     Returns:
