@@ -59,7 +59,7 @@ Kind = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 # At most this many digests of fit questions are kept. They are the smallest ones: a fair sample of a larger set.
 MANY_QUESTIONS = 10_000
 FINAL = "final answers"
-OTHER_PROTOCOL = "the calibrator was fitted on final answers of another rule, k, temperature, stop or fallback"
+OTHER_PROTOCOL = "the calibrator was fitted on final answers with a different rule, k, temperature, stop or fallback"
 
 
 class LabelRow(NamedTuple):

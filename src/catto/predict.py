@@ -1,8 +1,8 @@
 """Turn questions into predictions: generate a response, find the label in it, and read the label's probability there.
 
-The confidence is the raw probability over the full vocabulary, at temperature 1, of the label's first token in the form
-in which it was written. `source` is `free` for a label after `<answer>`, and `plain` if a response without that tag
-states its answer. A response without an answer is closed, and the most probable label is taken: `source` is `fallback`.
+The confidence is the raw probability of the label's first token, in the form in which it was written, over the full
+vocabulary and at temperature 1. `source` is `free` for a label after `<answer>`, and `plain` if a response without that
+tag states its answer. A response without an answer is closed, and the most probable label is taken: `fallback`.
 
 Predictions are stored in a journal in whole chunks, whose boundaries depend only on the questions. A killed run resumes
 after the last whole chunk, with the same batches and so the same numbers. Refused requests are listed in

@@ -23,8 +23,8 @@ Grade = Literal["exact", "number", "any-of"]  # how an answer without labels is 
 
 # How an answer was found: inside its tags, without tags, or forced. `none` is a response without a short answer.
 AnswerSource = Literal["free", "plain", "fallback", "none"]
-# Where a confidence comes from: the probability of the label, the share of samples with the same answer, the
-# probability that the model calls its own answer right, or the number that the model states.
+# Where a confidence comes from. `label`: the probability of the label. `agreement`: the share of samples with the same
+# answer. `ptrue`: the probability that the model calls its own answer right. `verbal`: the number that it states.
 ConfidenceKind = Literal["label", "agreement", "ptrue", "verbal"]
 CONFIDENCE_KINDS: tuple[ConfidenceKind, ...] = ("label", "agreement", "ptrue", "verbal")
 GRADES: tuple[Grade, ...] = ("exact", "number", "any-of")

@@ -1,8 +1,8 @@
 """Keep secrets in free-form settings out of files: detect them, and store a digest in their place.
 
 People put keys into the body of requests to a server. Such a value is sent but never stored. Files get a digest of it,
-so that a changed value is detected. If the files alone must be enough to send the value again, it has to be written as
-`${NAME}`, with the name of an environment variable.
+so that a changed value is detected. To make the files sufficient for sending the value again, write it as `${NAME}`,
+the name of an environment variable.
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ def log_reward(
     """Return z + log P(z) / log(1 / clip), where P is q for a right answer and 1 - q for a wrong one.
 
     q is the stated confidence, clipped to [clip, 1 - clip]. The division bounds the score to [-1, 0]. Without it, an
-    answer that is certainly wrong would be worth more than one that is right with probability 0.2, because at q = p the
-    expectation of z + log P(z) decreases in p below 0.27. With it, the expected reward at q = p grows with p.
+    answer that is certainly wrong would be worth more than one that is right with probability 0.2. The reason is that
+    at q = p, the expectation of z + log P(z) falls as p grows to 0.27. With the division, it rises with p throughout.
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.

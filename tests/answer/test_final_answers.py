@@ -176,7 +176,7 @@ def test_a_calibrator_of_samples_comes_before_the_rule_and_one_of_final_answers_
     after = final_answers(rows, weighted, Fitted(tau, "confidence", protocol=weighted))
     plain = [one.confidence for one in final_answers(rows, weighted)]
     assert [one.confidence for one in after] == tau.apply(plain).tolist()
-    with pytest.raises(ValueError, match="another rule, k, temperature"):
+    with pytest.raises(ValueError, match="a different rule, k, temperature"):
         write_final(tmp_path / "x.jsonl", rows, GREEDY, Fitted(tau, "confidence", protocol=weighted))
 
 
@@ -261,7 +261,7 @@ def test_a_calibrator_of_final_answers_is_not_applied_to_others(tmp_path: Path, 
         other = tmp_path / f"{rule}.jsonl"
         run(capsys, "select", tmp_path / "held.jsonl", "--k", "2", "--rule", rule, "--out", other)
         done = run(capsys, "calibrate", "apply", tmp_path / "tau.json", other, "--out", tmp_path / "o.jsonl")
-        assert (done.code, "another rule, k, temperature" in done.err) == (2, True)
+        assert (done.code, "a different rule, k, temperature" in done.err) == (2, True)
         assert not (tmp_path / "o.jsonl").exists()
 
 

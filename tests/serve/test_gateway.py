@@ -322,7 +322,7 @@ def test_calibrators_of_samples_of_labels_and_of_final_answers() -> None:
             assert ask(url).catto["confidence"] == pytest.approx(sigmoid, abs=1e-12)
             other = ask(url, wishes={"k": 2}, temperature=1.0).catto
         assert (other["calibrator"], other["confidence"], other["confidence_raw"]) == (None, None, pytest.approx(P))
-        assert "another rule, k, temperature" in other["reason"]
+        assert "a different rule, k, temperature" in other["reason"]
 
 
 def test_a_confidence_that_cannot_be_calibrated_is_null_and_abstains() -> None:
