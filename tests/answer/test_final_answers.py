@@ -252,7 +252,7 @@ def test_a_promise_cannot_be_had_from_the_answers_that_a_calibrator_was_fitted_o
     run(capsys, "select", tmp_path / "rows.jsonl", *rule, "--calibrator", tau)
     done = run(capsys, "calibrate", "threshold", final, "--target-risk", "0.3", "--out", tmp_path / "t.json")
     assert done.code == 0
-    assert f"{final}: which questions its calibrator was fitted on is not known" in done.err
+    assert f"{final}: the questions that its calibrator was fitted on are unknown" in done.err
 
 
 def test_a_calibrator_of_final_answers_is_not_applied_to_others(tmp_path: Path, capsys: Capture) -> None:

@@ -119,7 +119,7 @@ def test_applying_to_what_was_fitted_on_is_warned_about(evaluated: Path, tmp_pat
     fitted, validation = tmp_path / "c.json", predictions(evaluated, "validation")
     succeeded("calibrate", "fit", validation, "--out", fitted)
     done = succeeded("calibrate", "apply", fitted, validation, "--out", tmp_path / "same.jsonl")
-    assert f"{COUNT} of the questions the calibrator was fitted on are in" in done.err
+    assert f"contains {COUNT} of the questions the calibrator was fitted on" in done.err
 
 
 def test_eval_measure_compare_with_the_calibrated_ones(evaluated: Path, tmp_path: Path) -> None:

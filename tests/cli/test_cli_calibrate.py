@@ -79,7 +79,7 @@ def test_shared_questions_are_warned_about(tmp_path: Path, capsys: Capture) -> N
     half = write_lines(tmp_path / "test.jsonl", rows(start=150))
     done = run(capsys, "calibrate", "apply", tmp_path / "c.json", half, "--out", tmp_path / "n.jsonl")
     assert done.code == 0
-    assert "150 of the questions the calibrator was fitted on are in" in done.err
+    assert "contains 150 of the questions the calibrator was fitted on" in done.err
 
 
 def test_a_sample_of_many_fit_questions_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_a_fit_on_few_rows_or_at_the_end_of_its_range_is_warned_about(tmp_path: 
     assert done.code == 0
     few, edge = done.err.splitlines()
     assert "few.jsonl: only 20 answers; below 30" in few
-    assert "tau 100 is the end of its range" in edge
+    assert "tau 100 is at the end of its range" in edge
     enough = write_lines(tmp_path / "enough.jsonl", rows()[:30])
     assert run(capsys, "calibrate", "fit", enough, "--out", tmp_path / "c.json").err == ""
 

@@ -118,7 +118,7 @@ def test_a_command_to_go_on_with_can_be_pasted(tmp_path: Path, capsys: Capture) 
 def test_a_copy_leaves_a_file_alone(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "quickstart.yaml").write_text("mine")
     told = run(capsys, "recipe", "copy", "quickstart", tmp_path)
-    assert (told.code, told.err) == (2, f"catto: {tmp_path}/quickstart.yaml: exists already\n")
+    assert (told.code, told.err) == (2, f"catto: {tmp_path}/quickstart.yaml: already exists\n")
     assert (tmp_path / "quickstart.yaml").read_text() == "mine"
 
 
@@ -410,15 +410,15 @@ def test_what_is_left_is_what_such_stages_took(tmp_path: Path) -> None:
     """Of four trainings of dpo one took 60 s: about 3 x 60 s; half a minute into the next one, 150 s."""
     dpo, now = trainings("dpo", 4), [0.0]
     display = displayed(tmp_path, dpo, now)
-    assert display.left() == ""
+    assert display.describe_time_left() == ""
     display.ended(dpo[0], "done", 60.0)
-    assert display.left() == "about 3 min left"
+    assert display.describe_time_left() == "about 3 min left"
     display.started(dpo[1], 2, 4)
     now[0] += 30.0
-    assert display.left() == "about 2 min left"
+    assert display.describe_time_left() == "about 2 min left"
     for stage in dpo[1:]:
         display.ended(stage, "failed", 1.0)
-    assert display.left() == ""
+    assert display.describe_time_left() == ""
 
 
 def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> None:
@@ -432,15 +432,15 @@ def test_another_method_is_guessed_by_trainings_of_its_sort(tmp_path: Path) -> N
     display = displayed(tmp_path, [*dpo, *bce, *catto, *rcft], [0.0])
     display.ended(dpo[0], "done", 60.0)
     display.ended(bce[0], "done", 20.0)
-    assert display.left() == f"more than {format_duration(100.0)} left"
+    assert display.describe_time_left() == f"more than {format_duration(100.0)} left"
     display.ended(rcft[0], "done", 500.0)
-    assert display.left() == f"about {format_duration(100.0)} left"
+    assert display.describe_time_left() == f"about {format_duration(100.0)} left"
 
 
 def test_an_unseen_kind_makes_it_more_than(tmp_path: Path) -> None:
     dpo = trainings("dpo", 3)
     display = displayed(tmp_path, [*dpo, Stage("report", "report", StageSettings())], [0.0])
     display.ended(dpo[0], "done", 4.0)
-    assert display.left() == ""  # more than 8 s says nothing
+    assert display.describe_time_left() == ""  # more than 8 s says nothing
     display.ended(dpo[1], "done", 60.0)
-    assert display.left() == "more than 32 s left"
+    assert display.describe_time_left() == "more than 32 s left"

@@ -154,7 +154,7 @@ def test_what_cannot_be_fitted_is_refused(tmp_path: Path, model: Path, capsys: C
     twice = write_lines(tmp_path / "twice.jsonl", [*predictions(), *[{**row, "sample": 1} for row in predictions()]])
     cases = [
         (("calibrate", "fit", file), "--out or --model"),
-        (("calibrate", "fit", file, "--model", model, "--out", tmp_path / "c.json"), "give one of the two"),
+        (("calibrate", "fit", file, "--model", model, "--out", tmp_path / "c.json"), "give only one of the two"),
         (("calibrate", "fit", file, "--out", tmp_path / "c.json", "--target-risk", "0.1"), "needs --model"),
         (("calibrate", "fit", file, "--model", tmp_path / "none"), "is not a folder"),
         (

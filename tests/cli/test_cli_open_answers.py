@@ -137,7 +137,7 @@ def test_fields_and_grade_are_proposed(tmp_path: Path, capsys: Capture) -> None:
     ):
         shown = run(capsys, "data", *schema(tmp_path, 3)[:2], "--split", "test")
         assert shown.code == 0, shown.err
-        assert f"Proposed from its first rows: {proposal}" in shown.out
+        assert f"Proposed from the file's first rows: {proposal}" in shown.out
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_versions_are_those_installed() -> None:
 def test_cpu_is_always_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("catto.objectives.tiles.cpu_bf16_slowdown", lambda: 1.8)
     told = diagnose_installation()["devices"][0]
-    assert re.fullmatch(r"cpu: \d+ cores, a product in bf16 takes 1\.8 times as long as in fp32", told)
+    assert re.fullmatch(r"cpu: \d+ cores, a matrix product in bf16 takes 1\.8 times as long as in fp32", told)
 
 
 def test_json_is_the_whole_output(capsys: pytest.CaptureFixture[str]) -> None:

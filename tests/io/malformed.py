@@ -574,7 +574,7 @@ def experiments() -> Iterable[Case]:
         ("teach --task", ("teach", "quickstart", "--task", "witness"), "did you mean witnesses?", {}),
         ("train without a method", ("train", "quickstart"), "--method", {}),
         ("recipe show", ("recipe", "show", "quickstar"), "did you mean quickstart?", {}),
-        ("recipe copy over a file", ("recipe", "copy", "quickstart", "one.yaml"), "one.yaml: exists already", {}),
+        ("recipe copy over a file", ("recipe", "copy", "quickstart", "one.yaml"), "one.yaml: already exists", {}),
         ("recipe copy to nowhere", ("recipe", "copy", "quickstart", "no/where.yaml"), "no/where.yaml: No such file", {}),
         ("unknown command", ("mesure", "good.jsonl"), "Did you mean 'measure'?", {}),
         ("unknown subcommand", ("calibrate", "fitt"), "No such command 'fitt'", {}),

@@ -100,7 +100,7 @@ def test_a_folder_without_permission_is_told_before_anything_is_done(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "shut" and access(path, mode))
     done = run(capsys, *arguments)
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert "shut: no permission to write, needed for " in done.err
+    assert "shut: no permission to write " in done.err
     assert listing(tmp_path / "shut") == []
 
 

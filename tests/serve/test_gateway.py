@@ -631,7 +631,7 @@ def test_the_command_serves_until_it_is_asked_to_stop(tmp_path: Path) -> None:
         asking.join()
         said, problems = process.communicate(timeout=30)
     assert found == [200]
-    assert f"Serving tiny-answerer of {upstream.url}" in said
+    assert f"Serving tiny-answerer from {upstream.url}" in said
     assert "k-1" not in said + problems
 
 
@@ -654,7 +654,7 @@ def test_a_model_that_is_named_after_its_folder_brings_its_calibrator(tmp_path: 
     assert reply["catto"]["calibrator"] == {"name": "temperature", "n": 300}
     assert reply["catto"]["threshold"] == 0.5
     assert reply["catto"]["confidence"] == pytest.approx(fitted.calibrator.apply([P])[0])  # type: ignore[union-attr]
-    assert f"Calibrator of {folder}." in said
+    assert f"Using the calibrator of {folder}." in said
 
 
 def is_serving(url: str) -> bool:
@@ -667,7 +667,7 @@ def is_serving(url: str) -> bool:
 @pytest.mark.parametrize(
     ("respond", "arguments", "said"),
     [
-        (lambda _: ok(chat("B")), (), "no log-probabilities: none came"),
+        (lambda _: ok(chat("B")), (), "no log-probabilities: the server returned none"),
         (lambda _: error(401), (), "OPENAI_API_KEY is not set"),
         (always("B"), ("--rule", "best"), "--rule: best is not one of most confident"),
         (always("B"), ("--k", "4"), "--k 4 at temperature 0"),

@@ -1,8 +1,8 @@
-"""The command `catto`: one small module per command, which parses, calls and prints.
+"""The `catto` command line: one small module per command, which parses options, calls the library and prints.
 
-To add a command, write `cli/<name>.py` with its function (or its own `typer.Typer` for a group) and add it below. The
-lines after `Examples:` in its docstring end its help page.
-What loads numpy, torch or YAML is imported inside the functions, so that `catto --help` answers at once.
+To add a command, write its function in `cli/<name>.py` (a group of commands has its own `typer.Typer`) and add it to
+`COMMANDS`. The lines after `Examples:` in the function's docstring appear at the end of its help page.
+Modules that load numpy, torch or YAML are imported inside functions to keep `catto --help` fast.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from catto.cli.console import refuse
 from catto.errors import DataError
 from catto.telemetry import switch_off_telemetry
 
-# A plain traceback: the decorated one would print local variables, and with them whatever a file holds.
+# Tracebacks are plain: typer's own would print local variables, which may contain private data.
 app = typer.Typer(name="catto", no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
-# The boxes of `catto --help`, with their commands and groups of commands.
+# Title of a box on the page of `catto --help` -> its commands and groups of commands.
 Command = Callable[..., None] | typer.Typer
 COMMANDS: dict[str, dict[str, Command]] = {
     "Measure": {
@@ -78,7 +78,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def catto(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Align language models on preferences and keep their confidence honest.
@@ -92,40 +92,41 @@ def catto(
     """
 
 
-# Typer's class of wrong options, arguments and commands; the module that holds it depends on the version.
+# The base class of all typer errors about options, arguments and commands. The module that defines it depends on
+# typer's version, so it is found through a subclass that typer exports.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 @cache
-def _command() -> Callable[..., int | None]:
-    """Build the commands from their functions, once per process: it takes longer than most refusals."""
+def _build_command() -> Callable[..., int | None]:
+    """Build the command line from `app`, once per process: this takes longer than most refused commands."""
     command = typer.main.get_command(app)
     _complete_help(command)
     return command
 
 
-# What help pages call the value of an option: by the option's name, or else by its type.
-_VALUE_BY_NAME = {
+# Placeholder for the value of an option on help pages: by the option's name, otherwise by its type.
+_PLACEHOLDER_BY_NAME = {
     "data_dir": "DIR",
     "sets": "KEY=VALUE",
     "fields": "NAME=FIELD,...",
     "by": "COLUMN",
     "positive": "LABEL",
 }
-_VALUE_BY_TYPE: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: ""}
+_PLACEHOLDER_BY_TYPE: dict[object, str] = {int: "N", float: "X", Path: "PATH", bool: ""}
 
 
 def _complete_help(command: Any) -> list[str]:
-    """Name the values of options, end the help page with its examples, and return the examples.
+    """Name the values of options, append the examples to the help page, and return the examples.
 
-    A group without examples has those of its commands.
+    A group without examples of its own shows those of its commands.
     """
     examples_below = []
     for subcommand in getattr(command, "commands", {}).values():
         examples_below += _complete_help(subcommand)
     for parameter in command.get_params(typer.Context(command)):
         if parameter.metavar is None and parameter.param_type_name == "option":
-            parameter.metavar = _name_value(parameter)
+            parameter.metavar = _choose_placeholder(parameter)
     description, _, own_examples = command.help.partition("Examples:\n")
     command.help = _unwrap_paragraphs(description)
     examples = own_examples.splitlines() or examples_below
@@ -136,18 +137,18 @@ def _complete_help(command: Any) -> list[str]:
     return examples
 
 
-def _name_value(option: Any) -> str | None:
-    """Return what a help page calls the value of an option; None leaves it to typer."""
-    descriptor = getattr(option, "type_descriptor", None)  # missing in older versions of typer
+def _choose_placeholder(option: Any) -> str | None:
+    """Return the placeholder for the value of an option, or None to keep typer's own."""
+    descriptor = getattr(option, "type_descriptor", None)  # older versions of typer lack it
     kind = getattr(descriptor, "annotation", None)
     if get_origin(kind) is list:
         kind = get_args(kind)[0]
     if kind not in (int, float, Path, bool, str):
         return None
-    if option.name in _VALUE_BY_NAME:
-        return _VALUE_BY_NAME[option.name]
-    if kind in _VALUE_BY_TYPE:
-        return _VALUE_BY_TYPE[kind]
+    if option.name in _PLACEHOLDER_BY_NAME:
+        return _PLACEHOLDER_BY_NAME[option.name]
+    if kind in _PLACEHOLDER_BY_TYPE:
+        return _PLACEHOLDER_BY_TYPE[kind]
     last_word = str(option.name).rpartition("_")[2]
     return last_word.upper()
 
@@ -159,22 +160,33 @@ def _unwrap_paragraphs(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line. Bad input gives one line on stderr and exit code 2, anything unexpected a traceback."""
+    """Run the command line.
+
+    Bad input prints one line on stderr and exits with code 2; an unexpected error prints a traceback.
+
+    Args:
+        arguments: Arguments after `catto`; None reads them from `sys.argv`.
+    """
     switch_off_telemetry()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # a character that the terminal lacks is escaped
+        if isinstance(stream, TextIOWrapper):  # escape characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
+    given = None if arguments is None else list(arguments)
     try:
-        given = None if arguments is None else list(arguments)
-        sys.exit(_command()(args=given, prog_name="catto", standalone_mode=False) or 0)
+        run_command = _build_command()
+        exit_code = run_command(args=given, prog_name="catto", standalone_mode=False)
+        sys.exit(exit_code or 0)
     except UsageError as error:
         message = str(error.format_message()).strip().rstrip(".").replace("Value error, ", "")
-        if not message:  # a group without a command has printed its help
+        if not message:  # a group without a subcommand: its help page is already printed
             sys.exit(2)
-        refuse(f"{message}; see {error.ctx.command_path if error.ctx else 'catto'} --help")
+        command_path = error.ctx.command_path if error.ctx else "catto"
+        refuse(f"{message}; see {command_path} --help")
     except DataError as error:
         refuse(str(error))
     except OSError as error:
         if error.errno is None:
             raise
-        refuse(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error.strerror))
+        if error.filename is None:
+            refuse(str(error.strerror))
+        refuse(f"{error.filename}: {error.strerror}")

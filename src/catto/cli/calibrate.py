@@ -1,4 +1,4 @@
-"""`catto calibrate fit`, `apply` and `threshold`: recalibrate confidences, and find when to abstain."""
+"""`catto calibrate fit`, `apply` and `threshold`: recalibrate confidences, and find a threshold for abstaining."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from catto.cli.options import (
 from catto.io.record_files import read_manifest
 
 if TYPE_CHECKING:
-    from catto.answer_columns import GradedAnswers
+    from catto.answer_columns import Confidences, GradedAnswers
+    from catto.calibrate import Fitted
     from catto.measure import MeasureSettings, Summary
     from catto.metrics.binning import Floats
     from catto.metrics.calibrators import Calibrator
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 CalibratorInput = Literal["confidence", "labels"]
 CalibratorName = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 METRICS_SHOWN = ("ece", "nll", "brier")
+# What happens if a calibrator is fitted on too few answers.
+OVERFITTING = "a calibrator overfits individual answers"
 
 app = typer.Typer(no_args_is_help=True, help="Fit a calibrator, apply it, and find a threshold for abstaining.")
 
@@ -46,11 +49,11 @@ app = typer.Typer(no_args_is_help=True, help="Fit a calibrator, apply it, and fi
 def fit(
     file: Annotated[Path, Argument(help="Validation answers, in any format that `catto measure` reads.")],
     columns: ColumnOptions,
-    out: Annotated[Path | None, Option(help="Calibrator to write (.json).", rich_help_panel=OUTPUT)] = None,
+    out: Annotated[Path | None, Option(help="File to write the calibrator to (.json).", rich_help_panel=OUTPUT)] = None,
     model: Annotated[
         Path | None,
         Option(
-            help="Folder of the model; the calibrator is stored next to its weights, where other commands find it.",
+            help="Folder of a model. The calibrator is stored next to its weights, where other commands find it.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -72,9 +75,10 @@ def fit(
 ) -> None:
     """Fit a calibrator on validation answers.
 
-    With --target-risk, half of the questions fit the calibrator and the other half finds the threshold above which at
-    most this share of the answers is wrong. The file is then the predictions of `catto eval`, final answers of `catto
-    select`, or the log of `catto serve`, of which the answers since the last alarm are used.
+    With --target-risk, half of the questions are used to fit the calibrator, and the other half to find a confidence
+    threshold above which at most this share of the answers is wrong. The file must then contain predictions of `catto
+    eval`, final answers of `catto select`, or a log of `catto serve`. From a log, only the answers since the last alarm
+    are used.
 
     Examples:
     catto calibrate fit validation.jsonl --method temperature --out tau.json
@@ -88,7 +92,7 @@ def fit(
     names = columns.column_names()
     if model is not None:
         if out is not None:
-            refuse("--out and --model: give one of the two")
+            refuse("--out and --model: give only one of the two")
         if not model.is_dir():
             refuse(f"--model: {model} is not a folder")
         target = None
@@ -97,19 +101,19 @@ def fit(
         model_fit = fit_model(file, kind=method, on=source, names=names, unparsed=columns.unparsed, target=target)
         _show_model_fit(model_fit, file, seed)
         written = store_calibration(model, model_fit.calibration, fitted_on=file.name)
-        say(f"Wrote {', '.join(written)} in {model}.")
+        say(f"Wrote {', '.join(written)} to {model}.")
         return
     if out is None:
-        refuse("--out or --model: one of them must say where to write the calibrator")
+        refuse("--out or --model: give one of the two, to say where to write the calibrator")
     if target_risk is not None:
-        refuse("--target-risk: needs --model; catto calibrate threshold finds the threshold for a calibrator of --out")
+        refuse("--target-risk: needs --model; with --out, use catto calibrate threshold")
     writable_file("--out", out, ".json", source=file)
     fitted, answers = fit_file(file, method, source, names, columns.unparsed, out)
-    console.warn_few(len(answers), file, "a calibrator follows single answers")
+    console.warn_few(len(answers), file, OVERFITTING)
     _warn_of_range_end(file, fitted.calibrator)
     _print_before_and_after(answers, fitted.calibrate_answers(answers, names), seed)
     _print_parameters(fitted.calibrator)
-    say(f"Wrote {out}. These are the rows it was fitted on, so measure it on others.")
+    say(f"Wrote {out}. It was fitted on these answers, so measure it on different ones.")
     say(f"Next: catto calibrate apply {quote(str(out))} test.jsonl --out calibrated.jsonl")
 
 
@@ -119,14 +123,14 @@ def apply(
     calibrator: Annotated[Path, Argument(help="Calibrator written by `catto calibrate fit`.")],
     file: Annotated[Path, Argument(help="Answers to calibrate. Gold labels are optional.")],
     columns: ColumnOptions,
-    out: Annotated[Path, Option(help="File to write (.jsonl).", rich_help_panel=OUTPUT)],
+    out: Annotated[Path, Option(help="File to write the calibrated answers to (.jsonl).", rich_help_panel=OUTPUT)],
     on: Annotated[
         CalibratorInput | None,
-        Option(help="What the calibrator reads, if its manifest is missing.", rich_help_panel=ADVANCED),
+        Option(help="What the calibrator was fitted on, if its manifest is missing.", rich_help_panel=ADVANCED),
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Replace the confidence of every answer by its calibrated value.
+    """Replace the confidence of every answer with its calibrated value.
 
     The original confidence is kept as `confidence_raw`.
 
@@ -139,9 +143,7 @@ def apply(
     writable_file("--out", out, ".jsonl", source=file)
     fitted = open_fitted(calibrator, on)
     answers, calibrated = apply_file(fitted, file, columns.column_names(), out)
-    shared = fitted.count_fit_questions(answers.question or ())
-    if shared:
-        warn(f"{shared} of the questions the calibrator was fitted on are in {file}: these numbers are optimistic")
+    warn_of_fit_questions(fitted, answers, file)
     if isinstance(answers, GradedAnswers):
         if columns.unparsed == "wrong":
             answers = answers.count_unparsed_as_wrong()
@@ -155,13 +157,14 @@ def apply(
 def threshold(
     file: Annotated[Path, Argument(help="Final answers written by `catto select --rule ... --out`.")],
     target_risk: Annotated[float, TargetRiskOption()],
-    out: Annotated[Path, Option(help="Threshold to write (.json).", rich_help_panel=OUTPUT)],
+    out: Annotated[Path, Option(help="File to write the threshold to (.json).", rich_help_panel=OUTPUT)],
     confidence_level: RiskLevelOption = 0.95,
 ) -> None:
-    """Find the lowest confidence at which the error rate stays below a target.
+    """Find the lowest confidence threshold that keeps the error rate below a target.
 
     Use questions that were not used to train the model, to fit the calibrator or to choose --stop. The guarantee holds
-    for answers made in the same way: the rule, k, temperature, fallback and calibrator are stored with the threshold.
+    only for answers produced in the same way, so the rule, k, temperature, fallback and calibrator are stored with the
+    threshold.
 
     Examples:
     catto calibrate threshold final.jsonl --target-risk 0.05 --out threshold.json
@@ -172,31 +175,48 @@ def threshold(
     limit = fit_threshold(file, target_risk, failure_probability(confidence_level), out)
     fit_questions_are_unknown = read_manifest(file).notes.get("fitted_on") is None
     if limit.calibrator is not None and fit_questions_are_unknown:
-        warn(f"{file}: which questions its calibrator was fitted on is not known; the promise needs others")
+        warn(
+            f"{file}: the questions that its calibrator was fitted on are unknown; "
+            "the guarantee holds only if none of them is in this file"
+        )
     say(describe_threshold(limit, limit.rows))
     protocol = limit.protocol
-    say(f"For the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
+    say(f"It applies to the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
+
+
+def warn_of_fit_questions(fitted: Fitted, answers: Confidences, file: Path) -> None:
+    """Warn if the calibrator was fitted on some of the questions that it is measured on.
+
+    Args:
+        fitted: The calibrator.
+        answers: The answers it is measured on.
+        file: Where the answers come from.
+    """
+    shared = fitted.count_fit_questions(answers.question or ())
+    if shared:
+        warn(f"{file} contains {shared} of the questions the calibrator was fitted on: these numbers are optimistic")
 
 
 def _show_model_fit(model_fit: ModelFit, file: Path, seed: int) -> None:
-    """Print a calibration that is to be stored in a model's folder."""
+    """Describe the calibration that will be stored in a model's folder."""
     fitted = model_fit.calibration.fitted
     threshold = model_fit.calibration.threshold
-    console.warn_few(fitted.rows or 0, file, "a calibrator follows single answers")
+    console.warn_few(fitted.rows or 0, file, OVERFITTING)
     _warn_of_range_end(file, fitted.calibrator)
     _print_before_and_after(model_fit.answers, model_fit.calibrated, seed)
     _print_parameters(fitted.calibrator)
     if threshold is None:
-        say("These are the answers it was fitted on, so measure it on others.")
+        say("It was fitted on these answers, so measure it on different ones.")
     else:
-        say(f"These are the answers of the threshold; {fitted.rows:,} others fitted the calibrator.")
+        say(f"These answers determine the threshold; the calibrator was fitted on {fitted.rows:,} different ones.")
         say(describe_threshold(threshold, threshold.rows))
 
 
 def _choose_input(method: CalibratorName, on: CalibratorInput | None) -> CalibratorInput:
-    """Return whether a calibrator reads confidences or labels; refuse what its type cannot read.
+    """Return whether a calibrator reads confidences or label log-probabilities; refuse what its type cannot read.
 
-    Vector scaling reads labels only, temperature scaling both, and the others confidences only.
+    Vector scaling reads only label log-probabilities, temperature scaling reads either, and all others read only
+    confidences.
     """
     if on is None:
         return "labels" if method == "vector" else "confidence"
@@ -208,15 +228,15 @@ def _choose_input(method: CalibratorName, on: CalibratorInput | None) -> Calibra
 
 
 def _warn_of_range_end(file: Path, calibrator: Calibrator) -> None:
-    """Warn about a temperature at an end of its range: the best one lies beyond."""
+    """Warn about a temperature at an end of its range: the best one lies outside."""
     from catto.metrics.calibrators import TAU_RANGE, Temperature
 
     if isinstance(calibrator, Temperature) and calibrator.tau in TAU_RANGE:
-        warn(f"{file}: tau {calibrator.tau:g} is the end of its range, so these answers do not determine it")
+        warn(f"{file}: tau {calibrator.tau:g} is at the end of its range, so these answers do not determine it")
 
 
 def _print_parameters(calibrator: Calibrator) -> None:
-    """Print the parameters of a temperature or of vector scaling; the other calibrators have none to read."""
+    """Print the parameters of temperature scaling or vector scaling, and nothing for other calibrators."""
     from catto.metrics.calibrators import Temperature, VectorScaling
 
     if isinstance(calibrator, Temperature):
@@ -228,7 +248,13 @@ def _print_parameters(calibrator: Calibrator) -> None:
 
 
 def _print_before_and_after(answers: GradedAnswers, calibrated: Floats, seed: int) -> None:
-    """Print ECE, NLL and Brier score before and after calibration. calibrated: (N,) confidences of the answers."""
+    """Print ECE, NLL and Brier score before and after calibration.
+
+    Args:
+        answers: N answers with their original confidences.
+        calibrated: (N,) calibrated confidences.
+        seed: Random seed of the bootstrap.
+    """
     from catto.measure import MeasureSettings, explain_missing_interval, summarise_answers
 
     settings = MeasureSettings(metrics=METRICS_SHOWN, seed=seed)

@@ -20,9 +20,9 @@ from rich.table import Table
 from catto.errors import DataError, did_you_mean, escape_controls, shorten_text
 from catto.recipe.settings import FEW_QUESTIONS
 
-# Room for a path or two and a message, which has a limit of its own.
+# Long enough for one or two paths and the message of an error, which is shortened on its own.
 MAX_MESSAGE_LENGTH = 1200
-# Narrower terminals would cut the numbers of a table.
+# In a narrower terminal, the numbers of a table would be cut off.
 MIN_TABLE_WIDTH = 60
 
 
@@ -30,7 +30,7 @@ MIN_TABLE_WIDTH = 60
 
 
 def say(text: str) -> None:
-    """Print text on stdout. Brackets are not markup, and control characters from files or servers are escaped."""
+    """Print text on stdout. Brackets are not markup; control characters from files or servers are escaped."""
     typer.echo(escape_controls(text))
 
 
@@ -63,23 +63,23 @@ def refuse_errors(*kinds: type[Exception], place: str = "") -> Iterator[None]:
 
 
 def warn_few(count: int, source: Path | str, what: str, unit: str = "answer") -> None:
-    """Warn that numbers from so few answers or questions are unreliable.
+    """Warn if there are too few answers or questions for reliable numbers.
 
     Args:
         count: Number of answers or questions.
         source: Where they come from.
-        what: What happens with too few, such as `intervals are too narrow`.
+        what: Consequence of too few, such as `intervals are too narrow`.
         unit: Singular noun for what is counted.
     """
     if count >= FEW_QUESTIONS:
         return
     noun = unit if count == 1 else f"{unit}s"
-    warn(f"{source}: only {count} {noun}; below {FEW_QUESTIONS} {what}")
+    warn(f"{source}: only {count} {noun}; below {FEW_QUESTIONS}, {what}")
 
 
 def print_json(value: object) -> None:
     """Print one JSON document on stdout."""
-    # Escapes made by the stream itself would not be valid JSON.
+    # In other encodings, the stream would escape characters in a way that JSON does not allow.
     only_ascii = str(sys.stdout.encoding).lower() != "utf-8"
     document = json.dumps(value, indent=2, ensure_ascii=only_ascii, allow_nan=False)
     typer.echo(escape_controls(document))
@@ -90,8 +90,8 @@ def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]
 
     Args:
         title: Printed above the table.
-        columns: Names of the columns. The first one holds text and may wrap; the others hold numbers.
-        rows: Cells of each row. An empty row is a horizontal line.
+        columns: Names of the columns. The first column contains text and may wrap; the others contain numbers.
+        rows: Cells of each row. An empty row starts a new section, which is set apart.
     """
     table = Table(title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.title = shorten_text(title)
@@ -110,7 +110,7 @@ def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout, as wide as the terminal but never so narrow that numbers are cut."""
+    """Print a table on stdout. It is as wide as the terminal, but never so narrow that numbers are cut off."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = max(console.width, MIN_TABLE_WIDTH)
     console.print(table)
@@ -120,19 +120,19 @@ def print_table(table: Table) -> None:
 
 
 class HasBounds(Protocol):
-    """Anything with a lower and an upper end."""
+    """Anything with a lower and an upper bound."""
 
     @property
     def low(self) -> float:
-        """Lower end."""
+        """Lower bound."""
 
     @property
     def high(self) -> float:
-        """Upper end."""
+        """Upper bound."""
 
 
 def format_number(value: float, percent: bool, signed: bool = False) -> str:
-    """Format a value: percentages with one decimal, other numbers with four; a dash if it is undefined.
+    """Format a value: a percentage with one decimal, another number with four, an undefined value as a dash.
 
     >>> format_number(0.1234, percent=True)
     '12.3'
@@ -150,7 +150,7 @@ def format_number(value: float, percent: bool, signed: bool = False) -> str:
 
 
 def format_interval(bounds: HasBounds, percent: bool, signed: bool = False) -> str:
-    """Format an interval; a dash if it is undefined.
+    """Format an interval; an undefined one becomes a dash.
 
     >>> from catto.metrics.intervals import Interval
     >>> format_interval(Interval(value=0.03, low=0.019, high=0.044, level=0.95), percent=True)
@@ -173,7 +173,7 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
 
 
 def require_package(package: str, extra: str, what: str) -> None:
-    """Refuse a feature whose package is missing, and name the extra that installs it."""
+    """Refuse a feature if the package it needs is missing, and name the extra that installs it."""
     if find_spec(package) is None:
         refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")
 
@@ -183,18 +183,19 @@ def writable_folder(option: str, folder: Path, file: Path | None = None) -> None
 
     Args:
         option: The option that names it, for the message.
-        folder: The folder; missing parents will be created.
-        file: What will be written to it, for the message.
+        folder: The folder. It and its parents may be missing: they are created later.
+        file: The file that will be written to the folder, for the message.
     """
     target = file or folder
     existing = _closest_existing(folder)
     if not existing.is_dir():
-        refuse(f"{existing}: not a folder, needed for {option} {target}")
+        refuse(f"{existing}: not a folder, but {option} {target} needs one here")
     if not os.access(existing, os.W_OK | os.X_OK):
-        refuse(f"{existing}: no permission to write, needed for {option} {target}")
+        refuse(f"{existing}: no permission to write {option} {target} here")
 
 
 def _closest_existing(folder: Path) -> Path:
+    """Return the folder itself if it exists, otherwise its closest existing parent."""
     for candidate in (folder, *folder.parents):
         if candidate.exists() or candidate.is_symlink():
             return candidate
@@ -219,10 +220,10 @@ def writable_file(option: str, path: Path, *suffixes: str, source: Path | None =
 
 def _check_existing_file(option: str, path: Path, source: Path | None) -> None:
     if source is not None and source.exists() and path.samefile(source):
-        refuse(f"{path}: is the input: write {option} to another file")
+        refuse(f"{path}: is the input file; choose a different file for {option}")
     if path.is_dir():
         refuse(f"{option}: {path} is a folder")
     if not path.is_file():
         refuse(f"{option}: {path} is not a regular file")
     if not os.access(path, os.W_OK):
-        refuse(f"{path}: no permission to write, needed for {option}")
+        refuse(f"{path}: no permission to write this file for {option}")

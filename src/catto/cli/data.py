@@ -1,4 +1,4 @@
-"""`catto data`: the questions of a task and their prompts; and how commands find a user's own questions."""
+"""`catto data`: show the questions of a task with their prompts. Also: how all commands find a user's own questions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DataDirOption = Annotated[
 def data(
     questions: QuestionFileOptions,
     task: Annotated[
-        str | None, Argument(help="Task, YAML file of a task, or a name for --file.", autocompletion=list_tasks)
+        str | None, Argument(help="Name of a task, its YAML file, or a name for --file.", autocompletion=list_tasks)
     ] = None,
     split: Annotated[Split, Option(help="Split to show.", rich_help_panel=INPUT)] = "train",
     n: Annotated[int, Option(min=0, max=100_000, help="Number of questions to show.", rich_help_panel=OUTPUT)] = 3,
@@ -63,7 +63,7 @@ def data(
 ) -> None:
     """Show questions of a task, their prompts and the sizes of the splits.
 
-    For --file without --fields, a mapping of its fields is proposed.
+    With --file but without --fields, a mapping of the file's fields is proposed.
 
     Examples:
     catto data witnesses
@@ -76,13 +76,8 @@ def data(
     proposed: dict[str, Any] = {}
     with refuse_errors():
         if questions.file and questions.fields is None:
-            files = split_files(questions.file)
-            answers = split_answers(questions.answers, files)
-            proposed = propose(files, answers)
-            questions = replace(questions, fields=_format_fields(proposed))
-            is_open = "options" not in proposed
-            if is_open and questions.grade is None and suggests_numbers(files, proposed, answers):
-                questions = replace(questions, grade="number")
+            proposed = _propose_fields(questions)
+            questions = _accept_fields(questions, proposed)
             n = min(n, 1)
         source = choose_source(task, questions, name="TASK")
         loaded = _load_splits(source, split, n=n, seed=seed, data_dir=data_dir)
@@ -95,17 +90,35 @@ def data(
         proposal = f"--fields {shlex.quote(questions.fields or '')}"
         if questions.grade is not None:
             proposal += f" --grade {questions.grade}"
-        say(f"Proposed from its first rows: {proposal}")
+        say(f"Proposed from the file's first rows: {proposal}")
     if stats:
         _print_statistics(loaded.splits)
     else:
         _print_questions(loaded)
 
 
-def _format_fields(proposed: Mapping[str, Any]) -> str:
-    """Write a mapping of fields as the value of --fields."""
+def _propose_fields(questions: QuestionFileOptions) -> dict[str, Any]:
+    """Propose a mapping of fields for the user's file."""
+    files = split_files(questions.file)
+    answers = split_answers(questions.answers, files)
+    return propose(files, answers)
+
+
+def _accept_fields(questions: QuestionFileOptions, fields: Mapping[str, Any]) -> QuestionFileOptions:
+    """Return the options with a proposed mapping of fields, and with --grade number if all answers are numbers."""
+    accepted = replace(questions, fields=_format_fields(fields))
+    files = split_files(questions.file)
+    answers = split_answers(questions.answers, files)
+    has_options = "options" in fields
+    if not has_options and questions.grade is None and suggests_numbers(files, fields, answers):
+        accepted = replace(accepted, grade="number")
+    return accepted
+
+
+def _format_fields(fields: Mapping[str, Any]) -> str:
+    """Format a mapping of fields as the value of --fields."""
     parts = []
-    for name, column in proposed.items():
+    for name, column in fields.items():
         text = column if isinstance(column, str) else "+".join(column)
         parts.append(f"{name}={text}")
     return ",".join(parts)
@@ -116,7 +129,13 @@ def _format_fields(proposed: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LoadedSplits:
-    """Counts of every split, or why it could not be read; and the first questions of the split to show."""
+    """The splits of a task.
+
+    Attributes:
+        splits: Split -> its counts, or its problem if it could not be read.
+        questions: The first questions of the split to show.
+        report: The report on loading the split to show.
+    """
 
     splits: dict[Split, dict[str, Any]]
     questions: list[Question]
@@ -124,12 +143,17 @@ class LoadedSplits:
 
 
 def _load_splits(source: str | Task, shown: Split, *, n: int, seed: int, data_dir: Path | None) -> LoadedSplits:
+    """Count the rows of every split, and keep the first n questions of the split to show.
+
+    Raises:
+        DataError: The split to show cannot be read. A problem with another split is only recorded.
+    """
     splits: dict[Split, dict[str, Any]] = {}
     for name in SPLITS:
         try:
             loaded = load_questions(source, name, seed=seed, data_dir=data_dir)
             first = list(islice(loaded, n))
-            deque(loaded, maxlen=0)  # the counts are complete only after every row was read
+            deque(loaded, maxlen=0)  # read the remaining rows: only then are the counts complete
         except DataError as error:
             if name == shown:
                 raise
@@ -146,7 +170,7 @@ def _count_split(report: LoadReport) -> dict[str, Any]:
     dropped = dict(sorted(report.dropped.items()))
     leaks = 0
     for reason, count in dropped.items():
-        if reason.startswith("content_in_"):
+        if reason.startswith("content_in_"):  # the same question is in another split
             leaks += count
     return {
         "read": report.read,
@@ -204,14 +228,14 @@ def _print_statistics(splits: Mapping[Split, Mapping[str, Any]]) -> None:
 
 
 def _describe_split(counts: Mapping[str, Any]) -> list[str]:
-    """Describe the balance of labels, what was left out and why, and notes."""
+    """Describe the balance of the labels, how many rows were left out and why, and add the notes on the split."""
     total = sum(counts["gold"].values())
     balance = ", ".join(f"{label} {100 * count / total:.1f} %" for label, count in counts["gold"].items())
     left_out = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts["dropped"].items())
     return [f"gold labels {balance or '-'}", f"left out {left_out or 'nothing'}", *counts["notes"]]
 
 
-# ---- questions of the user's own
+# ---- the user's own questions
 
 
 @dataclass(frozen=True)
@@ -223,16 +247,16 @@ class OwnTask:
 
 
 def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) -> OwnTask | None:
-    """Return the task of the user's own questions; None for a task that ships with catto.
+    """Return the task made from the user's own questions; None for a task that ships with catto.
 
     Args:
         task: Name or YAML file of a task.
-        questions: The options about the user's file.
+        questions: Options that describe the user's file.
     """
     from catto.recipe.load import load_task
 
     if not questions.file:
-        _refuse_without_file(questions)
+        _refuse_file_options(questions)
         if task is not None and is_task_file(task):
             return OwnTask(task_name(task), load_task(task))
         return None
@@ -253,7 +277,8 @@ def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) ->
     return OwnTask(task or task_name(first_file), settings)
 
 
-def _refuse_without_file(questions: QuestionFileOptions) -> None:
+def _refuse_file_options(questions: QuestionFileOptions) -> None:
+    """Refuse options that describe the user's file if there is no --file."""
     options = {
         "--fields": questions.fields,
         "--answer": questions.answer,
@@ -263,25 +288,33 @@ def _refuse_without_file(questions: QuestionFileOptions) -> None:
     }
     for option, value in options.items():
         if value is not None and value != []:
-            refuse(f"{option}: goes with --file")
+            refuse(f"{option}: needs --file")
 
 
 def _parse_fields(text: str) -> dict[str, Any]:
     """Parse the value of --fields: name=column, name=column+column or name=template, separated by commas."""
     columns: dict[str, Any] = {}
-    # A comma that no name= follows belongs to a template.
-    for part in filter(None, re.split(r",\s*(?=\w+=)", text)):
+    # Split only at commas that are followed by `name=`: other commas belong to a template.
+    for part in re.split(r",\s*(?=\w+=)", text):
+        if not part:
+            continue
         name, _, column = part.partition("=")
         name = name.strip()
         if not column or name in columns:
             refuse(f"--fields: {part}: expected name=column once, such as question=stem")
-        has_several = "+" in column and "{" not in column
-        columns[name] = column.split("+") if has_several else column
+        joins_columns = "+" in column and "{" not in column
+        columns[name] = column.split("+") if joins_columns else column
     return columns
 
 
 def split_files(values: Sequence[str] | None) -> SplitFiles:
-    """Parse the values of --file and --answers: FILE, which is split by seed, or SPLIT=FILE."""
+    """Parse the values of --file or --answers, each SPLIT=FILE or FILE.
+
+    A FILE without a split counts as `train`; loading cuts the missing splits from it.
+
+    >>> split_files(["test=a.csv", "test=b.csv"]), split_files(["all.csv"])
+    ({'test': ['a.csv', 'b.csv']}, {'train': ['all.csv']})
+    """
     files: dict[Split, list[str]] = {}
     for text in values or ():
         split = _find_split(text)
@@ -291,6 +324,7 @@ def split_files(values: Sequence[str] | None) -> SplitFiles:
 
 
 def _find_split(text: str) -> Split | None:
+    """Return the split that a value of the form SPLIT=FILE names; None for a plain FILE."""
     for split in SPLITS:
         if text.startswith(f"{split}="):
             return split
@@ -298,7 +332,10 @@ def _find_split(text: str) -> Split | None:
 
 
 def split_answers(values: Sequence[str] | None, files: SplitFiles) -> SplitFiles:
-    """Parse the values of --answers. A file without a split belongs to the questions if these have one split."""
+    """Parse the values of --answers.
+
+    If all questions are in one split, a file of answers without a split belongs to that split.
+    """
     if len(files) != 1:
         return split_files(values)
     (only_split,) = files
@@ -311,7 +348,12 @@ def split_answers(values: Sequence[str] | None, files: SplitFiles) -> SplitFiles
 
 @dataclass(frozen=True)
 class RecipeTask:
-    """The task that a command names, and the overrides that put it into a recipe."""
+    """The task that a command line names.
+
+    Attributes:
+        name: Name of the task; None if the command line names none.
+        overrides: Overrides of the recipe, in the form of --set, including those that define the task.
+    """
 
     name: str | None
     overrides: list[str]
@@ -323,7 +365,7 @@ def override_task(sets: Sequence[str] | None, task: str | None, questions: Quest
     Args:
         sets: The values of --set.
         task: The value of --task.
-        questions: The options about the user's file.
+        questions: Options that describe the user's file.
     """
     overrides = list(sets or ())
     own = find_own_task(task, questions)
@@ -335,11 +377,11 @@ def override_task(sets: Sequence[str] | None, task: str | None, questions: Quest
 
 
 def choose_source(task: str | None, questions: QuestionFileOptions = NO_FILE, *, name: str = "--task") -> str | Task:
-    """Return what `catto.tasks.load_questions` takes: the name of a task, or the task of the user's own questions.
+    """Return the source for `catto.tasks.load_questions`: the name of a task, or the user's own task.
 
     Args:
         task: Name or YAML file of a task.
-        questions: The options about the user's file.
+        questions: Options that describe the user's file.
         name: The option or argument that names the task, for the message.
     """
     own = find_own_task(task, questions)

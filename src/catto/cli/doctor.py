@@ -1,4 +1,4 @@
-"""`catto doctor`: what is installed and what is missing; whether training computes what it should on this device."""
+"""`catto doctor`: show what is installed and what is missing, and check that training is correct on this device."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typer import Option
 
 from catto import __version__
 from catto.cli.console import print_json, require_package, say, show_table
-from catto.cli.run import QUIET
+from catto.cli.run import silence_libraries
 
 __all__ = ["diagnose_installation", "doctor"]
 
 EXTRAS = ("train", "serve", "ray", "vllm")
-# Only whether they are set is ever printed.
+# Environment variables. Only whether they are set is printed, never their values.
 VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
 
 
 class PackageState(TypedDict):
-    """Whether a package is as catto needs it.
+    """A package that catto depends on.
 
     Attributes:
-        version: The installed version; None if it is missing.
+        version: The installed version; None if the package is missing.
         needs: The versions that catto accepts, such as `>=2.1`.
-        ok: Whether the installed version is one of them.
+        ok: Whether an accepted version is installed.
     """
 
     version: str | None
@@ -37,10 +37,15 @@ class PackageState(TypedDict):
 
 
 def doctor(
-    as_json: Annotated[bool, Option("--json", help="Print JSON and nothing else.")] = False,
-    selftest: Annotated[bool, Option("--selftest", help="Compare training here with references; ten seconds.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
+    selftest: Annotated[
+        bool, Option("--selftest", help="Also check training on this device; takes ten seconds.")
+    ] = False,
 ) -> None:
-    """Show versions, devices and what is missing; exit with code 1 if the base install or the self-test fails.
+    """Show versions, devices and missing packages.
+
+    The exit code is 1 if the base installation is incomplete or the self-test fails. The self-test compares training
+    steps on this device with reference values.
 
     Examples:
     catto doctor
@@ -50,7 +55,7 @@ def doctor(
     state = diagnose_installation()
     if selftest:
         require_package("torch", "train", "--selftest")
-        os.environ.update(QUIET | os.environ)
+        silence_libraries()
         from catto.training.selftest import run_selftest
 
         state["selftest"] = run_selftest()
@@ -64,11 +69,12 @@ def doctor(
 
 
 def diagnose_installation() -> dict[str, Any]:
-    """Return versions, devices, which variables are set, and for each part what is missing and how to install it.
+    """Return versions, devices, which environment variables are set, and which packages are missing.
 
     Returns:
-        `catto`, `python`, `platform`; `packages`: part -> name -> installed version or None, needed versions, and
-        whether they agree; `missing`: part -> names; `install`: part -> command; `devices`; `variables`.
+        `catto`, `python`, `platform`; `packages`: part -> name -> PackageState; `missing`: part -> names; `install`:
+        part -> command that installs what is missing; `devices`; `variables`: name -> whether it is set. A part is
+        `base` or one of catto's extras.
     """
     packages = _check_packages()
     missing: dict[str, list[str]] = {}
@@ -96,11 +102,11 @@ def _check_packages() -> dict[str, dict[str, PackageState]]:
 
     try:
         requirements = [Requirement(text) for text in metadata.requires("catto") or []]
-    except metadata.PackageNotFoundError:  # a copy of the source that was never installed
+    except metadata.PackageNotFoundError:  # catto runs from its source without being installed
         return {"base": {"catto": PackageState(version=None, needs=__version__, ok=False)}}
     packages: dict[str, dict[str, PackageState]] = {part: {} for part in ("base", *EXTRAS)}
     for requirement in requirements:
-        if requirement.name == "catto":  # an extra that includes another names catto itself
+        if requirement.name == "catto":  # an extra includes another one by requiring catto[...]
             continue
         try:
             version = metadata.version(requirement.name)
@@ -115,24 +121,24 @@ def _check_packages() -> dict[str, dict[str, PackageState]]:
 
 
 def _list_parts(marker: Any) -> list[str]:
-    """Return the parts that need a requirement with this marker: base, or extras."""
+    """Return the parts that need a requirement with this marker: the base installation, or some of the extras."""
     if marker is None or marker.evaluate({"extra": ""}):
         return ["base"]
     return [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
 
 
 def _list_devices() -> list[str]:
-    """Describe the devices; without torch, which alone knows accelerators, only the CPU."""
+    """Describe the devices. Without torch, only the CPU is listed."""
     devices = [f"cpu: {os.cpu_count()} cores"]
     if importlib.util.find_spec("torch") is None:
         return devices
     try:
         import torch
-    except (ImportError, OSError) as error:  # a missing system library is an OSError
+    except (ImportError, OSError) as error:  # a missing system library raises OSError
         return [*devices, f"torch is installed but does not load: {str(error).splitlines()[0]}"]
     from catto.objectives.tiles import cpu_bf16_slowdown
 
-    devices[0] += f", a product in bf16 takes {cpu_bf16_slowdown():.1f} times as long as in fp32"
+    devices[0] += f", a matrix product in bf16 takes {cpu_bf16_slowdown():.1f} times as long as in fp32"
     for index in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GB")
@@ -142,7 +148,7 @@ def _list_devices() -> list[str]:
 
 
 def _show_state(state: dict[str, Any]) -> None:
-    """Print what is installed and what is missing, and the results of a self-test if there are any."""
+    """Print what is installed, what is missing, and the results of the self-test if it was run."""
     say(f"catto {state['catto']}, Python {state['python']}, {state['platform']}")
     rows: list[list[str]] = []
     for part, packages in state["packages"].items():
@@ -152,13 +158,13 @@ def _show_state(state: dict[str, Any]) -> None:
             if is_wrong_version:
                 version = f"{version} (!)"
             rows.append([name, part, version, package["needs"]])
-        rows.append([])  # a line between the parts
+        rows.append([])  # separates the parts
     show_table("", ("package", "part", "installed", "needed"), rows)
     say(f"Devices: {'; '.join(state['devices'])}")
     variables = []
     for name, is_set in state["variables"].items():
-        variables.append(f"{name} yes" if is_set else f"{name} no")
-    say(f"Set: {', '.join(variables)}")
+        variables.append(f"{name} set" if is_set else f"{name} not set")
+    say(f"Environment: {', '.join(variables)}")
     for part, names in state["missing"].items():
         say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")
     if "selftest" in state:
@@ -166,10 +172,10 @@ def _show_state(state: dict[str, Any]) -> None:
 
 
 def _show_selftest(result: dict[str, Any]) -> None:
-    """Print the checks of a self-test, and one line that sums them up."""
+    """Print the checks of a self-test and a summary in one line."""
     rows = []
     for check in result["checks"]:
-        error = check["problem"]  # why there is no number
+        error = check["problem"]  # the reason if there is no number
         if check["error"] is not None:
             error = f"{check['error']:.1e}"
         verdict = "ok" if check["ok"] else "FAILED"

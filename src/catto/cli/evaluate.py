@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
+from catto.cli.calibrate import warn_of_fit_questions
 from catto.cli.console import (
     format_number,
     refuse,
@@ -18,7 +19,6 @@ from catto.cli.console import (
     require_package,
     say,
     show_table,
-    warn,
     writable_folder,
 )
 from catto.cli.data import DataDirOption, choose_source
@@ -51,33 +51,33 @@ EngineName = Literal["transformers", "server", "vllm"]
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What runs the model, as given on the command line."""
+    """Options that describe the inference engine."""
 
-    engine: Annotated[EngineName, Option(help="What runs the model.", rich_help_panel=MODEL)] = "transformers"
+    engine: Annotated[EngineName, Option(help="Inference engine.", rich_help_panel=MODEL)] = "transformers"
     base_url: Annotated[
         str | None, Option(help="Address of an OpenAI-compatible server, ending in /v1.", rich_help_panel=MODEL)
     ] = None
     api_key_env: Annotated[
-        str, Option(help="Environment variable that holds the server's key.", rich_help_panel=ADVANCED)
+        str, Option(help="Environment variable with the server's API key.", rich_help_panel=ADVANCED)
     ] = "OPENAI_API_KEY"
     batch_size: Annotated[
         int | None,
         Option(
             min=1,
             max=100_000,
-            help="Responses generated at the same time.",
+            help="Number of responses generated at the same time.",
             show_default="16; 256 with vllm",
             rich_help_panel=ADVANCED,
         ),
     ] = None
     deadline: Annotated[
         float,
-        Real(min=1, max=1e6, help="Seconds that a server may take per reply, with retries.", rich_help_panel=ADVANCED),
+        Real(min=1, max=1e6, help="Maximum seconds per server reply, with retries.", rich_help_panel=ADVANCED),
     ] = 1800.0
 
     @property
     def concurrency(self) -> int:
-        """Number of responses that are generated at the same time."""
+        """Number of responses generated at the same time."""
         if self.batch_size is not None:
             return self.batch_size
         return 256 if self.engine == "vllm" else 16
@@ -91,7 +91,7 @@ def evaluate(
     questions: QuestionFileOptions,
     engine: EngineOptions,
     task: Annotated[
-        str | None, Option(help="Task, or a YAML file of one.", autocompletion=list_tasks, rich_help_panel=INPUT)
+        str | None, Option(help="Name of a task, or its YAML file.", autocompletion=list_tasks, rich_help_panel=INPUT)
     ] = None,
     split: Annotated[Split, Option(help="Split to evaluate.", rich_help_panel=ADVANCED)] = "test",
     n: Annotated[
@@ -102,7 +102,7 @@ def evaluate(
         int, Option(min=1, max=MOST_SAMPLES, help="Number of samples per question.", rich_help_panel=MODEL)
     ] = 1,
     temperature: Annotated[
-        float, Real(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy decoding.", rich_help_panel=MODEL)
+        float, Real(min=0.0, max=100.0, help="Sampling temperature; 0 means greedy decoding.", rich_help_panel=MODEL)
     ] = 0.0,
     max_tokens: Annotated[
         int, Option(min=1, max=1_000_000, help="Maximum number of tokens per response.", rich_help_panel=ADVANCED)
@@ -116,15 +116,15 @@ def evaluate(
         Option(
             "--confidence-kind",
             metavar="KIND",
-            help="label, agreement, ptrue or verbal; several are compared on the same answers.",
-            show_default="label; ptrue without options",
+            help="label, agreement, ptrue or verbal. May be repeated to compare them.",
+            show_default="label; ptrue for tasks without options",
             rich_help_panel=MODEL,
         ),
     ] = None,
     equivalent: EquivalentOption = None,
     data_dir: DataDirOption = None,
     max_refused: Annotated[
-        float, Real(min=0, max=1, help="Highest share of requests that a server may refuse.", rich_help_panel=ADVANCED)
+        float, Real(min=0, max=1, help="Maximum share of refused requests.", rich_help_panel=ADVANCED)
     ] = 0.2,
     retry_refused: Annotated[
         bool, Option("--retry-refused", help="Send refused requests again.", rich_help_panel=ADVANCED)
@@ -139,8 +139,9 @@ def evaluate(
 ) -> None:
     """Answer questions with a model and measure how honest its confidence is.
 
-    Prints what `catto measure` prints. Writes the predictions, a reliability diagram, and cards of the model and of the
-    predictions for the Hugging Face hub. Requests that a server refuses are listed in predictions.refused.jsonl.
+    The command prints the same tables as `catto measure`. It writes the predictions, a reliability diagram, and a model
+    card and a dataset card for the Hugging Face hub. Requests that a server refuses are listed in
+    predictions.refused.jsonl.
 
     Examples:
     catto eval runs/dpo --task commonsense_qa --data-dir data --n 500 --out runs/dpo/eval
@@ -160,20 +161,22 @@ def evaluate(
     writable_folder("--out", out)
     load_engine = _check_engine(model, engine)
     is_server = engine.engine == "server"
-    # A server's replies do not depend on the batch, so neither do the chunks in which they are stored.
-    chunk = predict.chunk_size(Engine.batch_size if is_server else engine.concurrency, k)
+    # A server's replies do not depend on the batch size, so the number of questions stored together need not either.
+    batch_size = Engine.batch_size if is_server else engine.concurrency
+    chunk = predict.chunk_size(batch_size, k)
     stored_name = model_name(model) if is_server else model
-    expected = {**settings, "engine": engine.engine, "model": stored_name, "chunk": chunk}
+    stored_settings = {**settings, "engine": engine.engine, "model": stored_name, "chunk": chunk}
     with refuse_errors(ServerError, ImportError):
         source = choose_source(task, questions)
         loaded = load_questions(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         asked = list(loaded)
         predict.check_evaluation(asked, k, temperature)
         has_labels = all(question.has_labels for question in asked)
-        kinds = elicit.check_kinds(kind or ["label" if has_labels else "ptrue"], asked, k)
+        default_kind = "label" if has_labels else "ptrue"
+        kinds = elicit.check_kinds(kind or [default_kind], asked, k)
         if equivalent is not None and has_labels:
             refuse("--equivalent: only for questions without options")
-        predict.check_settings(predictions, expected)
+        predict.check_settings(predictions, stored_settings)
         with show_run() as shown, ExitStack() as stack:
             process = None
             if equivalent is not None:
@@ -199,15 +202,25 @@ def evaluate(
 
 
 def _show_progress(bar: Bar, done: int, total: int, correct: int, *, has_accuracy: bool) -> None:
-    """Show how many responses there are; those of several kinds of confidence are graded once all are there."""
-    bar.update(done, total, f"accuracy {100 * correct / done:.1f} %" if has_accuracy else "")
+    """Show the number of responses, and their accuracy so far.
+
+    Args:
+        bar: The progress bar.
+        done: Number of finished responses.
+        total: Number of all responses.
+        correct: Number of correct responses so far.
+        has_accuracy: Whether responses are graded as they arrive. Those with several kinds of confidence are graded
+            only once all have arrived.
+    """
+    note = f"accuracy {100 * correct / done:.1f} %" if has_accuracy else ""
+    bar.update(done, total, note)
 
 
 def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
     """Refuse an engine that cannot be loaded.
 
     Returns:
-        A function that loads the engine. It is called once the questions are known to be good.
+        A function that loads the engine, to be called after the questions have been checked.
     """
     is_server = options.engine == "server"
     if is_server and options.base_url is None:
@@ -243,7 +256,7 @@ def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
 
 
 def _print_kinds(path: Path, kinds: list[ConfidenceKind]) -> None:
-    """Print how good each kind of confidence is on the same answers, and what they cost."""
+    """Print the quality of each kind of confidence on the same answers, and the number of tokens used."""
     from catto.elicit import summarise_kinds
 
     rows = []
@@ -260,7 +273,7 @@ def _print_kinds(path: Path, kinds: list[ConfidenceKind]) -> None:
 
 
 def _print_calibrated(folder: Path, predictions: Path) -> None:
-    """Apply the calibrator in the model's folder, if there is one, and print the numbers again."""
+    """If the model's folder contains a calibrator, apply it and print the results again."""
     from catto.calibrate import apply_file
     from catto.formats.columns import ColumnNames
     from catto.model_calibration import CALIBRATOR_FILE, has_calibrator, load_calibrator
@@ -269,30 +282,27 @@ def _print_calibrated(folder: Path, predictions: Path) -> None:
         return
     calibration = load_calibrator(folder)
     fitted = calibration.fitted
-    place = folder / CALIBRATOR_FILE
+    calibrator_file = folder / CALIBRATOR_FILE
     if fitted.protocol is not None:
-        say(f"{place} is for final answers: catto select --calibrator {place} applies it.")
+        say(f"{calibrator_file} is for final answers; apply it with catto select --calibrator {calibrator_file}.")
         return
     kind = read_manifest(predictions).notes.get("confidence_kinds", ["label"])[0]
-    if kind != (fitted.confidence_kind or "label"):
-        say(f"{place} is for the confidence kind {fitted.confidence_kind or 'label'} and was not applied.")
+    fitted_kind = fitted.confidence_kind or "label"
+    if kind != fitted_kind:
+        say(f"{calibrator_file} is for the confidence kind {fitted_kind} and was not applied.")
         return
     out = predictions.with_name("calibrated.jsonl")
     answers, calibrated = apply_file(fitted, predictions, ColumnNames(), out)
     say(f"With the calibrator of {folder}:")
     measure_and_print(out)
-    shared = fitted.count_fit_questions(answers.question or ())
-    if shared:
-        warn(
-            f"{shared} of the questions the calibrator was fitted on are in {predictions}: these numbers are optimistic"
-        )
+    warn_of_fit_questions(fitted, answers, predictions)
     if calibration.threshold is not None:
-        answered = calibrated >= calibration.threshold.threshold
-        say(f"{answered.sum():,} of {len(answered):,} answers are at or above the threshold of the model.")
+        is_answered = calibrated >= calibration.threshold.threshold
+        say(f"{is_answered.sum():,} of {len(is_answered):,} answers reach the threshold of the model.")
 
 
 def _print_predictions(path: Path) -> None:
-    """Print the table of `catto measure`, how the answers were read, and what is not in the table."""
+    """Print the tables of `catto measure`, how the answers were parsed, and which requests were refused."""
     from catto.predict import read_refused_requests
     from catto.report.build import write_cards
 
@@ -304,17 +314,17 @@ def _print_predictions(path: Path) -> None:
     forced = counts["fallback"]
     unanswered = counts.get("unanswered", 0)
     tagged = counts["predictions"] - plain - forced - unanswered
-    others = f"{forced} forced (fallback)"
+    parsed = f"{tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback)"
     if unanswered:
-        others += f", {unanswered} without an answer"
-    say(f"Answers: {tagged} after <answer>, {plain} plain (stated without the tag), {others}.")
+        parsed += f", {unanswered} without an answer"
+    say(f"Answers: {parsed}.")
     notes = read_manifest(path).notes
     if "confidence_kinds" in notes:
         _print_kinds(path, notes["confidence_kinds"])
     if refused:
         total = counts["predictions"] + len(refused)
         say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({count_reasons(refused)}).")
-        say("--retry-refused asks them again.")
+        say("--retry-refused sends them again.")
     if counts.get("other_model"):
-        say(f"{counts['other_model']:,} replies came under another model name than the one asked for.")
-    say(f"Predictions: {path}; beside them {', '.join(cards)}.")
+        say(f"{counts['other_model']:,} replies name a different model from the one requested.")
+    say(f"Predictions: {path}; in the same folder: {', '.join(cards)}.")

@@ -37,7 +37,7 @@ def lm_eval(
     arguments: Annotated[list[str], Argument(metavar="ARGS", help="Arguments of `lm_eval`, after `--`.")],
     out: Annotated[
         Path,
-        Option(help="Folder for report.html and, unless ARGS have --output_path, the log.", rich_help_panel=OUTPUT),
+        Option(help="Folder for report.html, and for the log unless ARGS have --output_path.", rich_help_panel=OUTPUT),
     ] = Path("lm-eval"),
     length_normalised: Annotated[
         bool,
@@ -53,15 +53,16 @@ def lm_eval(
             "--tasks-folder",
             callback=_show_task_folder,
             is_eager=True,
-            help="Print the folder of the tasks that measure ECE, for --include_path of the harness, and stop.",
+            help="Print the folder of tasks that report ECE, for `lm_eval --include_path`, and exit.",
             rich_help_panel=ADVANCED,
         ),
     ] = False,
 ) -> None:
     """Run lm-evaluation-harness and measure its confidences.
 
-    The harness prints its table. A second table has accuracy, ECE, Brier score and AUROC of every task, and of every
-    group over all of its answers: the mean of the ECEs of 57 subjects is not the ECE of MMLU.
+    The harness prints its own table first. A second table shows accuracy, ECE, Brier score and AUROC for every task
+    and every group. A group is measured over all of its answers together: the ECE of MMLU is not the mean ECE of its
+    57 subjects.
 
     Examples:
     catto lm-eval -- --model hf --model_args pretrained=my-model --tasks mmlu
@@ -74,22 +75,22 @@ def lm_eval(
 
     console.writable_folder("--out", out)
     log_folder = find_log_folder(arguments) or out / "log"
-    before = find_results(log_folder)
+    earlier_results = find_results(log_folder)
     code = run_harness(arguments, log_folder)
     if code != 0:
         refuse(f"lm_eval failed with exit code {code}")
-    written = find_results(log_folder) - before
-    if not written and _is_helper_process():
+    new_results = find_results(log_folder) - earlier_results
+    if not new_results and _is_helper_process():
         return
-    if len(written) != 1:
-        refuse(f"{log_folder}: expected one new file of results, found {len(written)}")
-    [results] = written
+    if len(new_results) != 1:
+        refuse(f"{log_folder}: expected one new results file, found {len(new_results)}")
+    [results] = new_results
     with console.refuse_errors():
         log = read_log(results, length_normalised=length_normalised)
     for problem in log.problems:
         warn(problem)
     if not log.parts:
-        refuse(f"{results}: no task has answers with a probability")
+        refuse(f"{results}: no task has answers with probabilities")
     summaries = _measure_parts(log)
     _print_table(log, summaries)
     _print_verdicts(log.parts, summaries)
@@ -99,12 +100,12 @@ def lm_eval(
 
 
 def _is_helper_process() -> bool:
-    """Whether a launcher started several processes and this is not the first, which alone writes the log."""
+    """Whether this is one of several processes started by a launcher, but not the first, which writes the log."""
     return os.environ.get("RANK", "0") != "0"
 
 
 def _measure_parts(log: HarnessLog) -> list[Summary]:
-    """Measure every part, with a progress bar."""
+    """Measure every task and group, with a progress bar."""
     from catto.measure import MeasureSettings, summarise_answers
 
     settings = MeasureSettings(METRICS_SHOWN)
@@ -142,7 +143,7 @@ def _print_verdicts(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary
 
 
 def _write_numbers(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary], path: Path) -> Path:
-    """Write the numbers of every part as JSON; the page has those of the groups, but not of their tasks."""
+    """Write the results of every task and group as JSON. The page leaves out tasks that belong to a group."""
     from catto.io.atomic import write_text
     from catto.measure import describe_verdict, jsonable
 

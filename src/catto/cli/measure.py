@@ -1,4 +1,4 @@
-"""`catto measure`: accuracy and calibration of a file of confidences, as tables or as JSON."""
+"""`catto measure`: print the accuracy and calibration of a file of confidences, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -49,17 +49,21 @@ def measure(
         str | None,
         Option(
             metavar="LABEL",
-            help="For two labels: the confidence is the probability of this label.",
+            help="With two labels: the one whose probability is in the confidence column.",
             rich_help_panel=INPUT,
         ),
     ] = None,
     by: Annotated[
         str | None,
-        Option(metavar="COLUMN", help="Also measure each value of this column.", rich_help_panel=INPUT),
+        Option(
+            metavar="COLUMN",
+            help="Also measure the rows of each value of this column separately.",
+            rich_help_panel=INPUT,
+        ),
     ] = None,
     compare: Annotated[
         Path | None,
-        Option(help="Second file. Answers are paired by question id.", rich_help_panel=INPUT),
+        Option(help="Second file to compare with. Answers are paired by question id.", rich_help_panel=INPUT),
     ] = None,
     metrics: Annotated[
         str | None,
@@ -72,7 +76,7 @@ def measure(
     target_risk: Annotated[
         float | None,
         TargetRiskOption(
-            help="Print the lowest confidence threshold with at most this error rate.", rich_help_panel=OUTPUT
+            help="Print the lowest confidence threshold that keeps the error rate below this.", rich_help_panel=OUTPUT
         ),
     ] = None,
     brier_split: Annotated[
@@ -107,11 +111,12 @@ def measure(
 ) -> None:
     """Measure accuracy, calibration and ranking of a file of confidences.
 
-    Each row needs a confidence and a correctness: `confidence` and `correct`; or `confidence`, `label` and `gold`; or
-    `label_logprobs` (label -> log-probability) and `gold`. Options name columns with other names.
+    Each row needs a confidence, and whether the answer is correct: `confidence` and `correct`; or `confidence`,
+    `label` and `gold`; or `label_logprobs` (label -> log-probability) and `gold`. Use the options below if the columns
+    have other names.
 
     With a question id (`question`, `id` or --question), the bootstrap resamples whole questions. Logs of
-    lm-evaluation-harness, inspect_ai, HELM, uqlm and chat completions with `logprobs` are detected.
+    lm-evaluation-harness, inspect_ai, HELM, uqlm and chat completions with `logprobs` are recognised.
 
     Examples:
     catto measure predictions.jsonl --figure reliability.svg
@@ -137,7 +142,7 @@ def measure(
     if compare is not None:
         other = read_graded(compare, replace(names, by=None), columns.unparsed)
 
-    # The document is printed with --json, the sentences below the tables without it.
+    # With --json, `document` is printed; otherwise tables, followed by `sentences`.
     measured = measure_slices(file, answers, settings, by)
     document = _make_document(measured, columns.unparsed)
     sentences = _describe_whole(measured.whole.summary)
@@ -168,10 +173,13 @@ def measure(
 
 
 def _refuse_repeated_questions(file: Path, answers: GradedAnswers) -> None:
-    """Refuse several answers to one question for --target-risk; answers without question ids count as independent."""
+    """Refuse --target-risk for a file with several answers to one question.
+
+    Answers without question ids count as independent.
+    """
     has_repeated_questions = answers.questions is not None and answers.questions < len(answers)
     if has_repeated_questions:
-        refuse(f"--target-risk: {file} has several answers to one question, and the bound needs independent answers")
+        refuse(f"--target-risk: {file} has several answers to one question, but the bound needs independent answers")
 
 
 def measure_and_print(file: Path) -> None:
@@ -199,7 +207,10 @@ class MeasuredSlice:
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """A file as a whole and by the values of the column `by`; without the column, there are no slices."""
+    """The results of a whole file and of its slices, one for each value of the column `by`.
+
+    Without such a column, there are no slices.
+    """
 
     file: Path
     whole: MeasuredSlice
@@ -209,7 +220,7 @@ class MeasuredFile:
 
 @dataclass(frozen=True)
 class FileComparison:
-    """The other file, and metric -> paired comparison with its answers."""
+    """The second file, and for each metric the paired comparison with it."""
 
     file: Path
     metrics: Mapping[str, Versus]
@@ -222,9 +233,9 @@ def measure_slices(
 
     Args:
         file: Where the answers come from.
-        answers: The answers, with their slices.
+        answers: The answers.
         settings: What to measure.
-        by: The column that defines the slices.
+        by: Name of the column that defines the slices, which `answers` was read with.
     """
     from catto.measure import summarise_answers
 
@@ -241,7 +252,7 @@ def measure_slices(
 
 
 def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: MeasureSettings) -> dict[str, Versus]:
-    """Compare two files question by question; with too many forced answers in either, no metric is judged."""
+    """Compare two files question by question. If either has too many forced answers, no difference is marked."""
     from catto.measure import compare_runs
     from catto.metrics.catalogue import correct_p_values
 
@@ -255,7 +266,7 @@ def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: Mea
 
 
 def _warn_of_few_questions(measured: MeasuredFile) -> None:
-    """Warn about the smallest part, if it is too small."""
+    """Warn if the file or its smallest slice has too few questions."""
     smallest = measured.whole
     source = str(measured.file)
     for part in measured.slices:
@@ -270,7 +281,7 @@ def _count_questions(answers: GradedAnswers) -> int:
 
 
 def _draw_reliability(figure: Path, measured: MeasuredFile) -> None:
-    """Draw one diagram per slice, or the whole file if there are no slices or too many."""
+    """Draw one diagram per slice, or one of the whole file if there are no slices or too many."""
     from catto.metrics.binning import reliability
     from catto.report.drawing import Panel, reliability_figure, write_figure
 
@@ -330,7 +341,7 @@ def _describe_whole(whole: Summary) -> list[str]:
 
 
 def _describe_brier_split(split: BrierSplit) -> str:
-    """Write the Brier score as the sum of its parts; the two terms within the bins are added up."""
+    """Write the Brier score as the sum of its parts, with the two terms within the bins added together."""
     within = split.within_bin_variance - 2.0 * split.within_bin_covariance
     sign = "-" if within < 0 else "+"
     return (
@@ -357,7 +368,7 @@ def describe_threshold(limit: Any, rows: int) -> str:
 
 
 def _describe_counts(whole: Summary) -> str:
-    """Return how many answers, questions, bins and resamples there are, and how answers were parsed."""
+    """Describe the numbers of answers, questions, bins and resamples, and how the answers were parsed."""
     questions = ""
     if whole.questions is None:
         questions = " taken as independent (--question names their questions)"
@@ -393,7 +404,7 @@ def format_p_value(p: float) -> str:
 
 
 def _print_measured(measured: MeasuredFile, sentences: Sequence[str]) -> None:
-    """Print warnings, one table for the file and one per slice, and what they mean."""
+    """Print warnings, one table for the file and one per slice, and the sentences that explain them."""
     whole = measured.whole.summary
     if whole.warning is not None:
         say(whole.warning)
@@ -454,8 +465,9 @@ def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> Non
     console.show_table(f"{measured.file} (this) against {comparison.file} (other), same questions", columns, rows)
     judged = sum(METRICS[name].better is not None for name in comparison.metrics)
     say(
-        f"* better, † worse than the other: p < {ALPHA:g} after Holm's correction for {judged} comparisons, the "
-        "interval on the difference's side of 0, and a difference of at least 0.5 points (0.005; NLL 0.01)."
+        f"* better, † worse than the other. A mark needs p < {ALPHA:g} after Holm's correction for {judged} "
+        "comparisons, an interval on the difference's side of 0, "
+        "and a difference of at least 0.5 points (0.005; NLL 0.01)."
     )
     draws = settings.resamples or 1
     # A bootstrap p-value is at least 1 / (1 + draws), and Holm's correction multiplies it by the number of comparisons.
@@ -465,11 +477,11 @@ def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> Non
 
 
 def _suggest_next_step(whole: Summary, *, has_figure: bool) -> None:
-    """Suggest a calibrator if the ECE is above its null band, else a figure if none was drawn."""
+    """Suggest to fit a calibrator if the ECE is above its null band, otherwise to draw a figure if there is none."""
     ece = whole.metrics.get("ece")
     is_miscalibrated = ece is not None and ece.null is not None and ece.interval.value > ece.null.high
-    can_be_fitted = 0 < whole.accuracy < 1  # fitting needs right and wrong answers
+    can_be_fitted = 0 < whole.accuracy < 1  # a calibrator needs both right and wrong answers
     if is_miscalibrated and can_be_fitted:
-        say("Next: catto calibrate fit VALIDATION_ROWS --out tau.json; fit on different rows from these.")
+        say("Next: catto calibrate fit VALIDATION_FILE --out tau.json, with different answers from these.")
     elif not has_figure:
-        say("Next: --figure reliability.svg draws confidence against accuracy.")
+        say("Next: add --figure reliability.svg to plot accuracy against confidence.")

@@ -1,6 +1,6 @@
-"""Options that several commands share, and the dataclasses that group them.
+"""Options shared by several commands, and the dataclasses that group them.
 
-A command takes a group of options as one dataclass and is decorated with `expand_options`:
+A command receives a group of options as one dataclass if it is decorated with `expand_options`:
 
     @expand_options
     def measure(file: FileArgument, columns: ColumnOptions) -> None: ...
@@ -23,7 +23,7 @@ from catto.records import Grade
 from catto.tasks import TASKS
 from catto.tasks.fields import Style
 
-# Titles of the boxes on a help page.
+# Titles of the boxes on help pages.
 INPUT = "Input"
 MODEL = "Model"
 OUTPUT = "Output"
@@ -34,14 +34,14 @@ MOST_SEED = 2**32 - 1
 
 
 def check_finite(value: float | None) -> float | None:
-    """Reject nan and infinity, which pass every range check."""
+    """Reject nan and infinity, which typer's range checks accept."""
     if value is not None and not isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number.")
     return value
 
 
 def failure_probability(confidence_level: float) -> float:
-    """Return 1 - confidence_level without the rounding error of floats, which would be printed and stored.
+    """Return 1 - confidence_level, rounded so that no floating-point error is printed or stored.
 
     >>> 1.0 - 0.95, failure_probability(0.95)
     (0.050000000000000044, 0.05)
@@ -50,11 +50,11 @@ def failure_probability(confidence_level: float) -> float:
 
 
 def list_tasks() -> list[str]:
-    """Return the task names that the shell can complete."""
+    """Return the names of tasks, for completion by the shell."""
     return list(TASKS)
 
 
-# Constructors of options: a real number, and a seed.
+# Constructors of options: for a finite real number, and for a seed.
 Real = partial(Option, callback=check_finite)
 Seed = partial(Option, min=0, max=MOST_SEED)
 
@@ -67,7 +67,7 @@ EquivalentOption = Annotated[
     str | None,
     Option(
         metavar="COMMAND",
-        help="Program that reads pairs of answers as JSON lines and writes true or false for each.",
+        help="Program that reads pairs of answers as JSON lines and writes whether they are equivalent: true or false.",
         rich_help_panel=ADVANCED,
     ),
 ]
@@ -76,14 +76,14 @@ TargetRiskOption = partial(Real, min=0.0001, max=0.9999, help="Highest acceptabl
 Unparsed = Literal["fallback", "wrong"]
 
 
-# Constructors of options: the name of a column, and a file with an optional split.
+# Constructors of options: for the name of a column, and for a file with an optional split.
 Column = partial(Option, metavar="COLUMN", rich_help_panel=INPUT)
 SplitFile = partial(Option, metavar="[SPLIT=]FILE")
 
 
 @dataclass(frozen=True)
 class ColumnOptions:
-    """Where a file holds confidence and correctness, as given on the command line."""
+    """Options that describe the columns of a file of answers."""
 
     confidence: Annotated[str, Column(help="Column with the confidence (0 to 1); a.b means field b of a.")] = (
         "confidence"
@@ -108,16 +108,17 @@ class ColumnOptions:
     unparsed: Annotated[
         Unparsed,
         Option(
-            help="Answers without a readable label: keep the forced label, or count as wrong.", rich_help_panel=ADVANCED
+            help="For answers that could not be parsed: keep the forced label, or count them as wrong.",
+            rich_help_panel=ADVANCED,
         ),
     ] = "fallback"
 
     def column_names(self, *, by: str | None = None, positive: str | None = None) -> ColumnNames:
-        """Return the names that the readers of files take.
+        """Return the column names for reading a file.
 
         Args:
             by: Column that splits the file into slices.
-            positive: The label of two whose probability the confidence is.
+            positive: With two labels, the one whose probability is in the confidence column.
         """
         return ColumnNames(
             confidence=self.confidence,
@@ -133,18 +134,21 @@ class ColumnOptions:
 
     @property
     def has_default_columns(self) -> bool:
-        """Whether `catto measure` reads the same columns without any option."""
+        """Whether `catto measure` reads these columns without any option."""
         names = (self.confidence, self.correct, self.prediction, self.gold)
         return names == ("confidence", "correct", None, None)
 
 
 @dataclass(frozen=True)
 class QuestionFileOptions:
-    """A file with questions of the user's own, as given on the command line."""
+    """Options that describe a file with the user's own questions."""
 
     file: Annotated[
         list[str] | None,
-        SplitFile(help="Your own questions: .jsonl, .json, .csv, .tsv or .parquet, also .gz.", rich_help_panel=INPUT),
+        SplitFile(
+            help="File with your own questions: .jsonl, .json, .csv, .tsv or .parquet (also .gz).",
+            rich_help_panel=INPUT,
+        ),
     ] = None
     fields: Annotated[
         str | None,
@@ -156,7 +160,7 @@ class QuestionFileOptions:
     ] = None
     answer: Annotated[
         Style | None,
-        Option(help="How --file writes the gold answer.", show_default="detected", rich_help_panel=ADVANCED),
+        Option(help="Format of the gold answer in --file.", show_default="detected", rich_help_panel=ADVANCED),
     ] = None
     answers: Annotated[
         list[str] | None, SplitFile(help="File with one gold answer per line.", rich_help_panel=ADVANCED)
@@ -164,7 +168,7 @@ class QuestionFileOptions:
     grade: Annotated[
         Grade | None,
         Option(
-            help="How answers are compared where --file has no options.",
+            help="How answers are graded if --file has no answer options.",
             show_default="any-of for a list, else exact",
             rich_help_panel=ADVANCED,
         ),
@@ -174,7 +178,7 @@ class QuestionFileOptions:
         Real(
             min=0,
             max=0.99,
-            help="Largest difference with --grade number, as a share of the gold answer.",
+            help="Largest relative error that --grade number accepts.",
             show_default="0",
             rich_help_panel=ADVANCED,
         ),
@@ -182,14 +186,14 @@ class QuestionFileOptions:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Show the fields of a command's dataclasses to Typer as options of the command itself.
+    """Let typer see the fields of a command's dataclasses as options of the command itself.
 
     Args:
-        command: A function with parameters that Typer knows, or that are dataclasses of such parameters. No two fields
-            or parameters have the same name.
+        command: A function whose parameters are options and arguments of typer, or dataclasses of these. The names of
+            all parameters and fields must be different.
 
     Returns:
-        A function that takes every option by keyword, makes the dataclasses of them and calls the command.
+        A function that accepts every option by keyword, builds the dataclasses from them and calls the command.
     """
     hints = get_type_hints(command, include_extras=True)
     dataclass_by_parameter: dict[str, Any] = {}
@@ -209,15 +213,15 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = options_class(**values)
         command(**arguments)
 
-    # Typer reads parameters and defaults from the signature, and types from the annotations: `wraps` copied those of
-    # the command, with its dataclasses.
+    # Typer reads parameters and defaults from the signature, and types from the annotations. `wraps` has copied those
+    # of the command, which contain the dataclasses, so both are replaced.
     expanded.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     expanded.__annotations__ = {option.name: option.annotation for option in options}
     return expanded
 
 
 def _make_parameters(options_class: Any) -> list[inspect.Parameter]:
-    """Return the fields of a dataclass as parameters of a function, by keyword only."""
+    """Return the fields of a dataclass as keyword-only parameters of a function."""
     hints = get_type_hints(options_class, include_extras=True)
     parameters = []
     for field in fields(options_class):

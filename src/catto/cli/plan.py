@@ -1,4 +1,4 @@
-"""`catto plan`: the stages of a recipe, what they need before anything is paid for, scripts for other schedulers."""
+"""`catto plan`: show the stages of a recipe, estimate their cost before anything is paid for, and export scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ STANDINGS = ("done", "begun", "to do")
 
 
 class PlannedStage(NamedTuple):
-    """A stage, its standing, and the seconds it took if it is done."""
+    """A stage of the plan.
+
+    Attributes:
+        stage: The stage.
+        standing: One of STANDINGS.
+        seconds: The time it took; None unless it is done.
+    """
 
     stage: Stage
     standing: str
@@ -40,11 +46,13 @@ def plan(
     seeds: SeedsOption = None,
     export: Annotated[
         Exported | None,
-        Option(help="Write the missing stages as Slurm job arrays or as a Makefile.", rich_help_panel=OUTPUT),
+        Option(help="Write scripts for the missing stages: Slurm job arrays or a Makefile.", rich_help_panel=OUTPUT),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print the stages as JSON.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
-    """Show the stages of a recipe and what the missing ones need: tokens, GPU hours, requests to the teacher.
+    """Show the stages of a recipe and estimate the cost of the missing ones.
+
+    The estimate covers training tokens, GPU hours and requests to the teacher.
 
     Examples:
     catto plan quickstart
@@ -71,10 +79,11 @@ def plan(
         console.say(line)
     has_several_rates = any(name in METHODS and len(graph.list_learning_rates(name)) > 1 for name in chosen.methods)
     if chosen.lr_choice == "mean" and len(chosen.seeds) > 1 and has_several_rates:
-        console.say("lr_choice mean: a rate is chosen by its mean over seeds, so choices wait for every seed.")
+        console.say("lr_choice mean: a rate is chosen by its mean over all seeds, so choices wait for every seed.")
 
 
 def _export_stages(root: Path, recipe: Recipe, missing: list[Stage], export: Exported) -> None:
+    """Write scripts that run the missing stages, and store the recipe that they read."""
     from catto.pipeline.export import format_makefile, format_slurm_scripts
 
     write_scripts = format_slurm_scripts if export == "slurm" else format_makefile
@@ -86,11 +95,11 @@ def _export_stages(root: Path, recipe: Recipe, missing: list[Stage], export: Exp
     if export == "slurm":
         command = "bash"
         script = "slurm/submit.sh"
-        for earlier in (root / "slurm").glob("*.sh"):  # the arrays of another plan
-            earlier.unlink()
+        for old_script in (root / "slurm").glob("*.sh"):  # left by an earlier export
+            old_script.unlink()
     for name, text in scripts.items():
         write_text(root / name, text)
-    console.say(f"Wrote {len(missing)} stages: {command} {shlex.quote(f'{root}/{script}')}")
+    console.say(f"Wrote scripts for {len(missing)} stages. Run: {command} {shlex.quote(f'{root}/{script}')}")
 
 
 def _print_json(stages: list[PlannedStage]) -> None:

@@ -1,4 +1,4 @@
-"""`catto report`: one page that compares models by files of their answers, whichever tool wrote them."""
+"""`catto report`: write a page that compares models, from files of answers written by any supported tool."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def report(
     ],
     columns: ColumnOptions,
     baseline: Annotated[
-        str | None, Option(help="Model that the others are compared with.", rich_help_panel=INPUT)
+        str | None, Option(help="Name of the model that the others are compared with.", rich_help_panel=INPUT)
     ] = None,
     task: Annotated[str, Option(help="Name of the task, for rows without one.", rich_help_panel=INPUT)] = "answers",
     out: Annotated[Path, Option(help="Folder for report.html, tables and figures.", rich_help_panel=OUTPUT)] = Path(
         "report"
     ),
 ) -> None:
-    """Compare models on one page, from a file of answers per model.
+    """Compare models on one page, given one file of answers per model.
 
-    Each file has one answer per question. A model is named by NAME=, or else by its file name, or by its folder if
-    files have the same name.
+    Each file contains one answer per question. The name of a model is NAME; by default it is the name of the file, or
+    of its folder if several files have the same name.
 
     Examples:
     catto report sft.jsonl dpo.jsonl --baseline dpo --out page
@@ -56,13 +56,13 @@ def report(
 
 
 def _name_models(files: Sequence[str]) -> dict[str, Path]:
-    """Return name -> file; refuse two files with one name."""
+    """Return name -> file; refuse two models with the same name."""
     named: list[tuple[str, Path]] = []
     for text in files:
         name, equals, file_name = text.partition("=")
         if equals and not Path(text).exists():
             named.append((name, Path(file_name)))
-        else:  # a file whose own name may contain an =
+        else:  # the name of the file itself may contain =
             named.append(("", Path(text)))
     stems = {path.stem for _, path in named}
     has_equal_stems = len(stems) < len(named)
@@ -71,6 +71,6 @@ def _name_models(files: Sequence[str]) -> dict[str, Path]:
         default = path.absolute().parent.name if has_equal_stems else path.stem
         title = name or default
         if title in models:
-            refuse(f"two files are named {title}: give them names, NAME=FILE")
+            refuse(f"two models are named {title}: give them different names with NAME=FILE")
         models[title] = path
     return models

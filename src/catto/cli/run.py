@@ -1,4 +1,4 @@
-"""`catto run`, `stage`, `verify` and `recipe`; and what every command that takes a recipe shares."""
+"""`catto run`, `stage`, `verify` and `recipe`, and the parts shared by all commands that take a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.progress import Progress
@@ -27,9 +27,12 @@ from catto.pipeline import run as runner
 from catto.pipeline.stage import Stage, check_stage, is_done, list_finished, list_needed, read_done, stage_dir
 from catto.recipe.settings import Recipe
 
+# Runs goals like `runner.run_goals`, but elsewhere: (experiment's folder, recipe, goals, display) -> outcome.
+Execute = Callable[[Path, Recipe, Sequence[Stage], RunDisplay], runner.Outcome]
+
 
 def list_recipes() -> dict[str, Path]:
-    """Return the shipped recipes. The shell completes a recipe to their names; where none fits, it offers files."""
+    """Return the shipped recipes by name. The shell completes these names, or files if no name matches."""
     from catto.recipe.load import find_shipped_recipes
 
     return find_shipped_recipes()
@@ -38,14 +41,16 @@ def list_recipes() -> dict[str, Path]:
 RecipeArgument = Annotated[
     str, Argument(help="A YAML file, or the name of a shipped recipe.", autocompletion=list_recipes)
 ]
-OutOption = Annotated[Path | None, Option(help="The experiment's folder.", show_default="runs/<name>")]
+OutOption = Annotated[Path | None, Option(help="Folder of the experiment.", show_default="runs/<name>")]
 SetOption = Annotated[
-    list[str] | None, Option("--set", help="Override a setting: evaluation.bins=15. May be repeated.")
+    list[str] | None, Option("--set", help="Override a setting, such as evaluation.bins=15. May be repeated.")
 ]
-SeedsOption = Annotated[list[int] | None, Seed("--seed", help="Only these seeds. May be repeated.")]
-RetryOption = Annotated[bool, Option("--retry-refused", help="Ask again what a server refused; redo what needs it.")]
+SeedsOption = Annotated[list[int] | None, Seed("--seed", help="Seed to use instead of the recipe's. May be repeated.")]
+RetryOption = Annotated[
+    bool, Option("--retry-refused", help="Send refused requests again, and redo the stages that depend on them.")
+]
 
-# Progress bars and notices of libraries would break the display.
+# Environment variables that turn off the libraries' own progress bars and notices, which would break the display.
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -56,7 +61,7 @@ QUIET = {
 
 
 def choose_folder(recipe: Recipe, out: Path | None) -> Path:
-    """Return the experiment's folder; refuse one that cannot be written to before anything runs."""
+    """Return the experiment's folder; refuse one that cannot be written to, before anything runs."""
     root = Path("runs") / recipe.name if out is None else out
     console.writable_folder("--out", root)
     return root
@@ -67,57 +72,80 @@ def run_missing(
     recipe: Recipe,
     root: Path,
     goals: Sequence[Stage],
+    *,
     retry_refused: bool = False,
     repair: bool = False,
-    execute: Callable[..., Any] | None = None,
+    execute: Execute | None = None,
 ) -> None:
-    """Run what is missing; exit with code 1 if a stage failed, with 130 if it was interrupted.
+    """Run the missing stages; exit with code 1 if a stage failed, and with code 130 if the run was interrupted.
 
-    execute: takes root, recipe, goals and display, and runs the stages elsewhere than here.
+    Args:
+        source: Name or path of the recipe, for messages.
+        recipe: The recipe.
+        root: The experiment's folder.
+        goals: The stages to finish, together with the stages they need.
+        retry_refused: Whether to send refused requests again.
+        repair: Whether to run damaged stages again.
+        execute: Runs the stages on other machines; None runs them on this one.
     """
     from catto.pipeline.plan import check_places, store_recipe
 
     refuse_windows()
     check_places(source, recipe)
-    for stage in runner.set_damaged_aside(root, goals) if repair else ():
-        console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
+    if repair:
+        for stage in runner.set_damaged_aside(root, goals):
+            console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
     missing = [stage for stage in list_needed(list(goals)) if not is_done(root, stage)]
-    training = [stage for stage in missing if stage.kind == "train"]
-    if training:
-        console.require_package("torch", "train", "training")  # known now, before a teacher is paid
-    if recipe.evaluation.engine == "vllm" and any(stage.kind in ("generated", "sampled") for stage in missing):
-        console.require_package("vllm", "vllm", f"{source}: evaluation.engine vllm")
+    _require_packages(source, recipe, missing)
     with show_run() as shown:
-        if training and execute is None:  # elsewhere are other devices and libraries
-            with console.refuse_errors(ImportError):  # such as a version of TRL that is not supported
+        trainings = [stage for stage in missing if stage.kind == "train"]
+        if trainings and execute is None:  # other machines may have different devices and libraries
+            with console.refuse_errors(ImportError):  # such as an unsupported version of TRL
                 from catto.pipeline.rehearsal import rehearse_trainings
 
-            rehearse_trainings(source, training)
+            rehearse_trainings(source, trainings)
         store_recipe(root, recipe)
         display = RunDisplay(shown, root, goals)
         if retry_refused:
             runner.forget_refused(root, goals)
-        outcome = execute(root, recipe, goals, display) if execute else runner.run_goals(root, goals, display)
+        if execute is None:
+            outcome = runner.run_goals(root, goals, display)
+        else:
+            outcome = execute(root, recipe, goals, display)
+    _report_problems(root, goals, outcome)
+    if outcome.failed:
+        sys.exit(1)
+
+
+def _require_packages(source: str, recipe: Recipe, missing: Sequence[Stage]) -> None:
+    """Refuse to run without a package that a later stage needs, before a teacher is paid."""
+    kinds = {stage.kind for stage in missing}
+    if "train" in kinds:
+        console.require_package("torch", "train", "training")
+    if recipe.evaluation.engine == "vllm" and kinds & {"generated", "sampled"}:
+        console.require_package("vllm", "vllm", f"{source}: evaluation.engine vllm")
+
+
+def _report_problems(root: Path, goals: Sequence[Stage], outcome: runner.Outcome) -> None:
+    """Print the number of refused requests, the failed stages, and how many stages they blocked."""
     for stage, refused in runner.refused_stages(root, goals):
         console.warn(f"{stage.name}: {len(refused)} requests were refused and are left out; --retry-refused asks again")
     for problem, log in outcome.failed.items():
         console.warn(f"{problem}; its log: {log}")
     if outcome.blocked:
-        console.warn(f"not run, since they need what failed: {len(outcome.blocked)} stages")
-    if outcome.failed:
-        sys.exit(1)
+        console.warn(f"stages not run because they need a failed stage: {len(outcome.blocked)}")
 
 
 def refuse_windows() -> None:
-    """Refuse Windows, which cannot tell whether a process is alive without ending it."""
+    """Refuse Windows, where checking whether a process is alive would end it."""
     if platform.system() == "Windows":
         console.refuse("experiments run on Linux and macOS; on Windows, use WSL")
 
 
 @contextmanager
 def show_run() -> Iterator[Progress]:
-    """Yield the bars of a run that can be interrupted, with the libraries' own ones switched off."""
-    os.environ.update(QUIET | os.environ)
+    """Yield the progress bars of a run, without those of libraries; exit with code 130 if it is interrupted."""
+    silence_libraries()
     try:
         with show_bars() as shown:
             yield shown
@@ -126,16 +154,24 @@ def show_run() -> Iterator[Progress]:
         sys.exit(130)
 
 
+def silence_libraries() -> None:
+    """Turn off the progress bars and notices of libraries, except for variables that the user has set."""
+    os.environ.update(QUIET | os.environ)
+
+
 # ---- run ------------------------------------------------------------------------------------------------------------
 
 
 def read_recipe(recipe: str, sets: list[str] | None, seeds: list[int] | None) -> Recipe:
-    """Read a recipe with what the command line overrides."""
+    """Read a recipe and override its settings with the values of --set and --seed."""
     from catto.pipeline.plan import open_recipe
 
-    if seeds and len(set(seeds)) < len(seeds):
-        console.refuse(f"--seed: {', '.join(map(str, seeds))} names a seed twice")
-    return open_recipe(recipe, [*(sets or ()), *([f"seeds={list(seeds)}"] if seeds else [])])
+    overrides = list(sets or ())
+    if seeds:
+        if len(set(seeds)) < len(seeds):
+            console.refuse(f"--seed: {', '.join(map(str, seeds))} names a seed twice")
+        overrides.append(f"seeds={list(seeds)}")
+    return open_recipe(recipe, overrides)
 
 
 def run(
@@ -144,11 +180,23 @@ def run(
     sets: SetOption = None,
     seeds: SeedsOption = None,
     retry_refused: RetryOption = False,
-    repair: Annotated[bool, Option("--repair", help="Run damaged stages again; keep their folders, renamed.")] = False,
-    on: Annotated[Literal["here", "ray"], Option(help="One stage after the other here, or on a Ray cluster.")] = "here",
-    address: Annotated[str | None, Option(help="Ray's: auto, HOST:PORT or ray://...; else one starts here.")] = None,
+    repair: Annotated[
+        bool, Option("--repair", help="Run damaged stages again. Their old folders are renamed and kept.")
+    ] = False,
+    on: Annotated[
+        Literal["here", "ray"], Option(help="Run one stage after another on this machine, or use a Ray cluster.")
+    ] = "here",
+    address: Annotated[
+        str | None,
+        Option(
+            help="Address of the Ray cluster: auto, HOST:PORT or ray://...",
+            show_default="a new cluster on this machine",
+        ),
+    ] = None,
 ) -> None:
-    """Run the missing stages of a recipe and report; a run that was interrupted or killed resumes where it was.
+    """Run the missing stages of a recipe and write its report.
+
+    To resume a run that was interrupted or killed, run the same command again.
 
     Examples:
     catto run quickstart
@@ -156,33 +204,44 @@ def run(
     catto run mine.yaml --on ray --address auto
     """
     from catto.pipeline.plan import Graph
-    from catto.report import numbers as store
-    from catto.report import render, tables
-    from catto.report.headline import write_headline
 
-    read, execute = read_recipe(recipe, sets, seeds), None
+    chosen = read_recipe(recipe, sets, seeds)
     if address is not None and on != "ray":
         console.refuse("--address: needs --on ray")
-    root, goal = choose_folder(read, out), Graph(read).plan_report()
+    root = choose_folder(chosen, out)
+    report_stage = Graph(chosen).plan_report()
+    execute: Execute | None = None
     if on == "ray":
         console.require_package("ray", "ray", "--on ray")
         from catto.pipeline import ray as ray_runner
 
         execute = partial(ray_runner.run_on_ray, address=address)
-    run_missing(recipe, read, root, [goal], retry_refused, repair, execute)
-    report, first = stage_dir(root, goal), root / "report.html"
-    if (numbers := store.read_numbers(report / "numbers.json")) is not None:  # None: of another version
-        headline = write_headline(numbers)
-        for line in (headline.answer, *headline.warnings):
-            console.say(line)
-        console.print_table(render.render_terminal(tables.build_summary(numbers)))
-    # The one-file page is copied to where it is found first.
-    write_text(first, _page_for_folder(report))
-    console.say(f"Report: {first}")
+    run_missing(recipe, chosen, root, [report_stage], retry_refused=retry_refused, repair=repair, execute=execute)
+    report = stage_dir(root, report_stage)
+    _print_report(report)
+    # The page is a single file. It is copied to the experiment's folder, where it is easy to find.
+    page = root / "report.html"
+    write_text(page, _page_for_folder(report))
+    console.say(f"Report: {page}")
+
+
+def _print_report(report: Path) -> None:
+    """Print the headline and the summary of a report, unless another version of catto wrote it."""
+    from catto.report import render, tables
+    from catto.report.headline import write_headline
+    from catto.report.numbers import read_numbers
+
+    numbers = read_numbers(report / "numbers.json")
+    if numbers is None:
+        return
+    headline = write_headline(numbers)
+    for line in (headline.answer, *headline.warnings):
+        console.say(line)
+    console.print_table(render.render_terminal(tables.build_summary(numbers)))
 
 
 def _page_for_folder(report: Path) -> str:
-    """Return the page of a report's stage as it is put into the experiment's folder."""
+    """Return the page of a report with its links changed to work in the experiment's folder."""
     from catto.report.page import relocate_page
 
     text = (report / "report.html").read_text(encoding="utf-8")
@@ -193,13 +252,19 @@ def _page_for_folder(report: Path) -> str:
 
 
 def stage(
-    folder: Annotated[Path, Argument(metavar="RUN", help="The experiment's folder, with its recipe stored in it.")],
-    key: Annotated[str, Argument(help="Its key, as in `catto plan --json`, how that begins, or its folder's name.")],
-    recipe: Annotated[str, Option(metavar="HASH", help="Which of several in RUN/recipes; else the last used.")] = "",
+    folder: Annotated[Path, Argument(metavar="RUN", help="Folder of the experiment, which contains its recipe.")],
+    key: Annotated[
+        str, Argument(help="Key of the stage, as in `catto plan --json`, or its start, or the name of its folder.")
+    ],
+    recipe: Annotated[
+        str,
+        Option(metavar="HASH", help="Recipe in RUN/recipes, if there are several.", show_default="the last one used"),
+    ] = "",
 ) -> None:
-    """Run one stage of an experiment, for a scheduler that knows their order: Slurm, make or another.
+    """Run one stage of an experiment, on behalf of a scheduler such as Slurm or make.
 
-    `catto plan --export` stores the recipe in the folder and writes these commands. A finished stage is not run again.
+    `catto plan --export` stores the recipe in the experiment's folder and writes these commands in the right order. A
+    finished stage is not run again.
 
     Examples:
     catto stage runs/quickstart 5f2c81d09ab34e67
@@ -208,10 +273,11 @@ def stage(
 
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
-    if missing := runner.wait_for_stages(folder, wanted.needs.values(), wanted.name):
-        console.refuse(f"{wanted.name} needs what is not done: {join_names(missing)}")
+    missing = runner.wait_for_stages(folder, wanted.needs.values(), wanted.name)
+    if missing:
+        console.refuse(f"{wanted.name} needs unfinished stages: {join_names(missing)}")
     if is_done(folder, wanted):
-        console.say(f"{wanted.name}: done already")
+        console.say(f"{wanted.name}: already done")
         return
     if wanted.kind == "train":
         console.require_package("torch", "train", "training")
@@ -226,41 +292,64 @@ def stage(
 # ---- verify ---------------------------------------------------------------------------------------------------------
 
 
-def verify(folder: Annotated[Path, Argument(help="An experiment's folder, such as runs/quickstart.")]) -> None:
-    """Compare every file of every finished stage with the size and SHA-256 that were recorded when it was written.
+class StageChecks(NamedTuple):
+    """The result of checking finished stages.
 
-    Also noticed: a folder of another stage, a file that no stage wrote, a changed report.html or stored recipe.
-    Exit with code 1 if something is damaged; `catto run --repair` runs damaged stages again.
+    Attributes:
+        problems: One line for each damaged stage.
+        sizes: The size in bytes of each file in the intact stages.
+    """
+
+    problems: list[str]
+    sizes: list[int]
+
+
+def verify(folder: Annotated[Path, Argument(help="Folder of an experiment, such as runs/quickstart.")]) -> None:
+    """Check the files of all finished stages for damage.
+
+    Each file is compared with the size and SHA-256 that were recorded when it was written. Folders that belong to a
+    different stage, files that no stage wrote, and changes to report.html or to a stored recipe are reported too.
+
+    The exit code is 1 if something is damaged. `catto run --repair` runs damaged stages again.
 
     Examples:
     catto verify runs/quickstart
     catto run quickstart --repair
     """
     if not (folder / "stages").is_dir():
-        console.refuse(f"{folder}: not an experiment's folder, it has no stages/ in it")
+        console.refuse(f"{folder}: not an experiment's folder: it contains no stages/")
     stages = list_finished(folder)
-    damaged, sizes = list[str](), list[int]()
+    checks = _check_stages(stages)
+    problems = [*checks.problems, *_find_damage_outside_stages(folder)]
+    for problem in problems:
+        console.say(problem)
+    intact = len(stages) - len(checks.problems)
+    megabytes = sum(checks.sizes) / 1e6
+    console.say(
+        f"{intact} of {len(stages)} finished stages are intact: {len(checks.sizes):,} files, {megabytes:,.1f} MB."
+    )
+    if problems:
+        sys.exit(1)
+
+
+def _check_stages(stages: Sequence[Path]) -> StageChecks:
+    """Check the contents of finished stages, with a progress bar."""
+    checks = StageChecks(problems=[], sizes=[])
     with show_progress("verifying", len(stages)) as step:
         for stage in stages:
             try:
                 check_stage(stage, contents=True)
             except DataError as error:
-                damaged.append(str(error))
+                checks.problems.append(str(error))
             else:
-                sizes += [size for size, _ in read_done(stage)["files"].values()]
+                for size, _ in read_done(stage)["files"].values():
+                    checks.sizes.append(size)
             step()
-    whole_stages = len(stages) - len(damaged)
-    damaged += _damage_outside_stages(folder)
-    for line in damaged:
-        console.say(line)
-    whole = f"{whole_stages} of {len(stages)} finished stages are whole"
-    console.say(f"{whole}: {len(sizes):,} files, {sum(sizes) / 1e6:,.1f} MB.")
-    if damaged:
-        sys.exit(1)
+    return checks
 
 
-def _damage_outside_stages(folder: Path) -> list[str]:
-    """Return what is wrong with the stored recipes and with the copy of the report's page."""
+def _find_damage_outside_stages(folder: Path) -> list[str]:
+    """Return the problems of the stored recipes and of the report's page in the experiment's folder."""
     from catto.pipeline.plan import read_stored_recipe
 
     problems = []
@@ -275,7 +364,7 @@ def _damage_outside_stages(folder: Path) -> list[str]:
         text = copied.read_text(encoding="utf-8", errors="replace")
         known = [_page_for_folder(report.parent) for report in reports]
         if text not in known:
-            problems.append(f"{copied}: damaged: not the page of a report in stages/; `catto run` copies it again")
+            problems.append(f"{copied}: damaged: differs from every report in stages/; `catto run` copies it again")
     return problems
 
 
@@ -283,8 +372,10 @@ def _damage_outside_stages(folder: Path) -> list[str]:
 
 
 app = typer.Typer(no_args_is_help=True, help="List, show and copy the shipped recipes.")
-NameArgument = Annotated[str, Argument(help="As in `catto recipe list`.", autocompletion=list_recipes)]
-PathArgument = Annotated[Path | None, Argument(help="Where to.", show_default="NAME.yaml")]
+NameArgument = Annotated[
+    str, Argument(help="Name of a shipped recipe, as in `catto recipe list`.", autocompletion=list_recipes)
+]
+PathArgument = Annotated[Path | None, Argument(help="File or folder to copy it to.", show_default="NAME.yaml")]
 
 
 def _find_shipped(name: str) -> Path:
@@ -294,20 +385,22 @@ def _find_shipped(name: str) -> Path:
 
 @app.command("list")
 def names() -> None:
-    """List the shipped recipes, each with the first sentence of its own comment.
+    """List the shipped recipes, each with a short description.
 
     Examples:
     catto recipe list
     """
     for name, path in list_recipes().items():
-        lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-        comment = " ".join(line.removeprefix("#").strip() for line in lines)
-        console.say(f"{name:12s} {comment.partition('. ')[0].rstrip('.')}")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comment_lines = takewhile(lambda line: line.startswith("#"), lines)
+        comment = " ".join(line.removeprefix("#").strip() for line in comment_lines)
+        first_sentence = comment.partition(". ")[0].rstrip(".")
+        console.say(f"{name:12s} {first_sentence}")
 
 
 @app.command()
 def show(name: NameArgument) -> None:
-    """Print a recipe as it is written.
+    """Print a shipped recipe.
 
     Examples:
     catto recipe show quickstart
@@ -317,15 +410,16 @@ def show(name: NameArgument) -> None:
 
 @app.command()
 def copy(name: NameArgument, path: PathArgument = None) -> None:
-    """Copy a recipe to change it; an existing file is not overwritten.
+    """Copy a shipped recipe to a new file, where you can edit it.
 
     Examples:
     catto recipe copy quickstart mine.yaml
     """
-    source, path = _find_shipped(name), path or Path(f"{name}.yaml")
-    if path.is_dir():
-        path /= source.name
-    if path.exists():
-        console.refuse(f"{path}: exists already")
-    shutil.copyfile(source, path)
-    console.say(f"Wrote {path}: catto run {quote(str(path))}")
+    source = _find_shipped(name)
+    target = path or Path(f"{name}.yaml")
+    if target.is_dir():
+        target /= source.name
+    if target.exists():
+        console.refuse(f"{target}: already exists")
+    shutil.copyfile(source, target)
+    console.say(f"Wrote {target}. Next: catto run {quote(str(target))}")

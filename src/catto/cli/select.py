@@ -1,4 +1,4 @@
-"""`catto select`: choose one of several sampled answers by confidence, votes or likelihood."""
+"""`catto select`: choose one of several sampled answers by confidence, vote or likelihood."""
 
 from __future__ import annotations
 
@@ -20,38 +20,47 @@ from catto.records import ConfidenceKind, FinalAnswer, Prediction, Protocol
 if TYPE_CHECKING:
     from catto.answer_columns import ParseCounts
     from catto.calibrate import Fitted
+    from catto.metrics.ranking import Within
     from catto.metrics.selection import Selected
 
 MOST_CONFIDENT = "most confident"
 
 
 def select(
-    file: Annotated[Path, Argument(help="Predictions of `catto eval --k`, with several samples per question.")],
-    k: Annotated[list[int], Option(min=1, max=MOST_SAMPLES, help="Number of samples to choose from, e.g. --k 4 8.")],
+    file: Annotated[Path, Argument(help="Predictions of `catto eval --k N`, with several samples per question.")],
+    k: Annotated[
+        list[int],
+        Option(min=1, max=MOST_SAMPLES, help="Number of samples to choose from, such as --k 8 or --k 4 8."),
+    ],
     more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="K", hidden=True)] = None,
     rule: Annotated[
-        str | None, Option(help="Rule that chooses the final answers of --out, e.g. 'majority vote'.")
+        str | None, Option(help="Rule that chooses the final answers for --out, such as 'majority vote'.")
     ] = None,
     adaptive: Annotated[
-        bool, Option("--adaptive", help="Stop sampling once further samples are unlikely to change the choice.")
+        bool, Option("--adaptive", help="Stop sampling once more samples are unlikely to change the choice.")
     ] = False,
     out: Annotated[
-        Path | None, Option(help="Write one final answer per question (.jsonl).", rich_help_panel=OUTPUT)
+        Path | None, Option(help="File to write one final answer per question to (.jsonl).", rich_help_panel=OUTPUT)
     ] = None,
     as_json: JsonOption = False,
     tau: Annotated[
         float | None,
-        Real(min=0.01, max=100, help="Rank by the confidence at this temperature.", rich_help_panel=ADVANCED),
+        Real(
+            min=0.01,
+            max=100,
+            help="Rank by the confidence after temperature scaling with this tau.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = None,
     fit_tau: Annotated[
-        Path | None, Option(help="Fit --tau on these greedy validation predictions.", rich_help_panel=ADVANCED)
+        Path | None, Option(help="Fit --tau to these greedy validation predictions.", rich_help_panel=ADVANCED)
     ] = None,
     calibrator: Annotated[
-        Path | None, Option(help="Calibrate the confidences of --out.", rich_help_panel=ADVANCED)
+        Path | None, Option(help="Calibrator for the confidences of --out.", rich_help_panel=ADVANCED)
     ] = None,
     kind: Annotated[
         ConfidenceKind | None,
-        Option("--confidence-kind", help="Rank by another kind of confidence in the file.", rich_help_panel=ADVANCED),
+        Option("--confidence-kind", help="Rank by this kind of confidence in the file.", rich_help_panel=ADVANCED),
     ] = None,
     equivalent: EquivalentOption = None,
     stop: Annotated[
@@ -59,7 +68,7 @@ def select(
         Real(
             min=0,
             max=1,
-            help="With --adaptive: stop at this confidence.",
+            help="With --adaptive: stop sampling at this confidence.",
             show_default="chosen on this file",
             rich_help_panel=ADVANCED,
         ),
@@ -68,12 +77,12 @@ def select(
 ) -> None:
     """Choose one of k samples per question, and measure how often the choice is correct.
 
-    Compares the most confident sample, the majority vote, the confidence-weighted vote and the most likely response
+    The most confident sample, the majority vote, the confidence-weighted vote and the most likely response are compared
     with one random sample and with the oracle.
 
-    Samples are drawn at one temperature (`catto eval --temperature`) and can be ranked at another (--tau). With
-    --adaptive and without --stop, the stopping confidence is chosen on this file: use validation questions, and other
-    questions for `catto calibrate threshold`.
+    Samples are drawn at one temperature (`catto eval --temperature`) and can be ranked at a different one (--tau). With
+    --adaptive and without --stop, the stopping confidence is chosen on this file: use validation questions, and
+    different ones for `catto calibrate threshold`.
 
     Examples:
     catto select predictions.jsonl --k 4 8
@@ -84,7 +93,6 @@ def select(
     from catto.answer.equivalence_process import EquivalenceProcess
     from catto.answer_columns import ParseCounts
     from catto.elicit import choose_kind, merge_predictions
-    from catto.measure import jsonable
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
 
@@ -93,7 +101,7 @@ def select(
     if stop is not None and not adaptive:
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:
-        refuse("--tau and --fit-tau: give one of the two")
+        refuse("--tau and --fit-tau: give only one of the two")
     refused = {refusal.question for refusal in read_refused_requests(file)}
     predictions = _read_samples(file, refused)
     written = ""
@@ -119,9 +127,7 @@ def select(
     within = selection.within_questions(samples, seed=seed)
     counts = ParseCounts.of(row.source for row in predictions)
     if as_json:
-        known = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
-        document: list[dict[str, Any]] = [{**jsonable(row), **known} for row in rows]
-        console.print_json(document + savings)
+        console.print_json(_make_document(rows, counts, within) + savings)
         return
     if counts.warning is not None:
         say(counts.warning)
@@ -130,30 +136,26 @@ def select(
         _print_savings(savings)
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
-    questions, size = samples.label.shape
-    say(f"N = {questions:,} questions, {size} samples each, {counts.describe()}.")
+    questions, samples_each = samples.label.shape
+    say(f"N = {questions:,} questions, {samples_each} samples each, {counts.describe()}.")
     say(_describe_ranking(predictions, tau))
     if written:
         say(written)
-    if not within.pairs:
-        say("AUROC of confidence within questions: none has a right and a wrong sample, so no rule can win.")
-        return
-    value = f"{format_number(within.value, percent=True)} (95 % interval {format_interval(within, percent=True)})"
-    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
-    say(f"AUROC of confidence within questions: {value}, from {basis}; at 50 confidence cannot tell which to pick.")
-    if tau is None and predictions[0].label_logprobs is not None:
+    say(_describe_within(within, questions))
+    has_labels = predictions[0].label_logprobs is not None
+    if within.pairs and tau is None and has_labels:
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
 @dataclass(frozen=True)
 class FinalOptions:
-    """How the samples of a question become one answer.
+    """How one answer is chosen from the samples of a question.
 
     Attributes:
         rule: One of the rules of `catto.metrics.selection`.
         k: Number of samples.
         adaptive: Whether sampling may stop early.
-        stop: Confidence to stop at; None chooses it on the file.
+        stop: Confidence at which sampling stops; None chooses it on the file.
     """
 
     rule: str
@@ -165,21 +167,21 @@ class FinalOptions:
 def _check_final_options(
     file: Path, out: Path | None, sizes: Sequence[int], *, rule: str | None, calibrator: Path | None, has_tau: bool
 ) -> None:
-    """Refuse options of the final answers that do not go together."""
+    """Refuse combinations of options for the final answers that do not make sense."""
     from catto.metrics.selection import RULES
 
     if out is None:
         if rule is not None or calibrator is not None:
-            refuse("--rule and --calibrator: for the final answers that --out writes")
+            refuse("--rule and --calibrator: for the final answers of --out, which is missing")
         return
     if rule is None or len(sizes) > 1 or has_tau:
-        refuse("--out: needs --rule and one --k, and takes a --calibrator in place of a tau")
+        refuse("--out: needs --rule and one --k, and accepts --calibrator instead of --tau and --fit-tau")
     console.check_name("--rule", rule, RULES)
     console.writable_file("--out", out, ".jsonl", source=file)
 
 
 def _read_samples(file: Path, refused: set[str]) -> list[Prediction]:
-    """Read the predictions of all questions without a refused request."""
+    """Read the predictions for all questions without refused requests."""
     try:
         return [row for row in read_records(file, Prediction) if row.question not in refused]
     except DataError as error:
@@ -191,7 +193,7 @@ def _fit_temperature(file: Path) -> float:
 
     scaling = fit_tau(list(read_records(file, Prediction)))
     if scaling.at_edge:
-        console.warn(f"{file}: the best tau lies beyond {scaling.tau:g}, the end of its range")
+        console.warn(f"{file}: the best tau lies beyond {scaling.tau:g}, the end of the searched range")
     return scaling.tau
 
 
@@ -199,44 +201,48 @@ def _fit_temperature(file: Path) -> float:
 
 
 def _write_final_answers(out: Path, predictions: list[Prediction], final: FinalOptions, calibrator: Path | None) -> str:
-    """Write one answer per question; return a sentence that describes the file."""
+    """Write one answer per question, and return a sentence that describes the file."""
     from catto.calibrate import open_fitted, write_final
 
     fitted: Fitted | None = None
     ranked = predictions
-    like = None
+    fitted_protocol = None
     if calibrator is not None:
         fitted = open_fitted(calibrator)
         ranked = fitted.calibrate_samples(predictions)
-        like = fitted.protocol
-    protocol = _make_protocol(ranked, final, like)
+        fitted_protocol = fitted.protocol
+    protocol = _make_protocol(ranked, final, fitted_protocol)
+    # Only this rule needs the gold labels of these questions to choose where sampling stops.
     own_stop = final.stop is None and final.rule == MOST_CONFIDENT
     mean = _average_answers(write_final(out, predictions, protocol, fitted, own_stop=own_stop))
     chosen = f"the {final.rule} of {final.k} ({mean['samples']:.2f} samples on average)"
     return f"Wrote {out}: {chosen}, accuracy {100 * mean['accuracy']:.1f} %."
 
 
-def _make_protocol(rows: list[Prediction], final: FinalOptions, like: Protocol | None = None) -> Protocol:
-    """Describe how the first k samples of a file become one answer; choose where to stop if that is not given.
+def _make_protocol(rows: list[Prediction], final: FinalOptions, fitted_protocol: Protocol | None = None) -> Protocol:
+    """Describe how one answer is chosen from the first k samples, and choose the stopping confidence if it is missing.
 
     Args:
         rows: The samples.
         final: How one of them is chosen.
-        like: Protocol of the calibrator. Its fallback is taken if one of the two files needed none.
+        fitted_protocol: Protocol of the calibrator. Its fallback is used if either file has no forced answers.
+
+    Raises:
+        ValueError: The samples differ in their temperature or their kind of confidence.
     """
     temperatures = {row.temperature for row in rows}
     if len(temperatures) > 1:
-        raise ValueError(f"samples of {len(temperatures)} temperatures, expected one")
+        raise ValueError(f"samples with {len(temperatures)} different temperatures, expected one")
     stop = final.stop
     if final.adaptive and stop is None:
         stop = _choose_stop(rows, final)
     kinds = {row.confidence_kind for row in rows}
     if len(kinds) > 1:
-        raise ValueError(f"samples with {len(kinds)} kinds of confidence, expected one")
+        raise ValueError(f"samples with {len(kinds)} different kinds of confidence, expected one")
     kind = kinds.pop()
     fallback = _find_fallback(rows)
-    if like is not None and None in (fallback, like.fallback):
-        fallback = like.fallback
+    if fitted_protocol is not None and None in (fallback, fitted_protocol.fallback):
+        fallback = fitted_protocol.fallback
     return Protocol(
         rule=final.rule,
         k=final.k,
@@ -248,6 +254,7 @@ def _make_protocol(rows: list[Prediction], final: FinalOptions, like: Protocol |
 
 
 def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
+    """Choose the stopping confidence on the first k samples; votes need none, they stop when they are settled."""
     from catto.metrics.selection import choose_stop, gather_candidates, samples_by_question
 
     if final.rule != MOST_CONFIDENT:
@@ -259,7 +266,12 @@ def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
 
 
 def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | None:
-    """Return what a response without an answer became: a label, none, or None if all had one."""
+    """Return what was done about responses without an answer.
+
+    Returns:
+        `answer` if they were forced to one of the labels, `none` if some were left without an answer, and None if all
+        responses had one.
+    """
     forced = [row.choice for row in rows if row.is_forced]
     if not forced:
         return None
@@ -269,17 +281,17 @@ def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | No
 
 
 def _measure_adaptive(predictions: list[Prediction], sizes: Sequence[int], stop: float | None) -> list[dict[str, Any]]:
-    """Return mean samples, tokens and accuracy with all k samples and with stopping early, for each rule."""
+    """Return the mean samples, tokens and accuracy of each rule, with all k samples and with stopping early."""
     from catto.calibrate import final_answers
     from catto.metrics.selection import VOTES
 
     rows: list[dict[str, Any]] = []
     for k in sizes:
         for rule in (MOST_CONFIDENT, *VOTES):
-            own_stop = stop if rule == MOST_CONFIDENT else None
-            every_sample = FinalOptions(rule=rule, k=k, adaptive=False)
-            stopping_early = FinalOptions(rule=rule, k=k, adaptive=True, stop=own_stop)
-            for final in (every_sample, stopping_early):
+            rule_stop = stop if rule == MOST_CONFIDENT else None  # votes stop when they are settled
+            all_samples = FinalOptions(rule=rule, k=k, adaptive=False)
+            stopping_early = FinalOptions(rule=rule, k=k, adaptive=True, stop=rule_stop)
+            for final in (all_samples, stopping_early):
                 protocol = _make_protocol(predictions, final)
                 mean = _average_answers(final_answers(predictions, protocol))
                 rows.append({"rule": rule, "k": k, "stop": protocol.stop, **mean})
@@ -287,7 +299,7 @@ def _measure_adaptive(predictions: list[Prediction], sizes: Sequence[int], stop:
 
 
 def _average_answers(answers: Sequence[FinalAnswer]) -> dict[str, Any]:
-    """Return mean samples, tokens and accuracy. Tokens are None if an answer has no count."""
+    """Return the mean samples, tokens and accuracy. Tokens are None unless they are known for all answers."""
     count = len(answers)
     tokens = [answer.tokens for answer in answers if answer.tokens is not None]
     mean_tokens = None
@@ -301,6 +313,23 @@ def _average_answers(answers: Sequence[FinalAnswer]) -> dict[str, Any]:
 
 
 # ---- printing
+
+
+def _make_document(rows: Sequence[Selected], counts: ParseCounts, within: Within) -> list[dict[str, Any]]:
+    """Return the JSON document for the rules: each entry repeats what is known about the whole file."""
+    from catto.measure import jsonable
+
+    whole_file = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
+    return [{**jsonable(row), **whole_file} for row in rows]
+
+
+def _describe_within(within: Within, questions: int) -> str:
+    """Describe how well the confidence ranks the samples of the same question."""
+    if not within.pairs:
+        return "AUROC of confidence within questions: none has both a right and a wrong sample, so no rule can win."
+    value = f"{format_number(within.value, percent=True)} (95 % interval {format_interval(within, percent=True)})"
+    basis = f"{within.pairs:,} pairs of a right and a wrong sample in {within.questions:,} of {questions:,} questions"
+    return f"AUROC of confidence within questions: {value}, from {basis}; at 50, confidence is no help in choosing."
 
 
 def _describe_ranking(predictions: Sequence[Prediction], tau: float | None) -> str:

@@ -1,4 +1,4 @@
-"""`catto serve`: a gateway in front of a model's server, whose answers carry a calibrated confidence or abstain."""
+"""`catto serve`: a gateway to a model's server that adds a calibrated confidence to each answer, or abstains."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from catto.tasks.answer_map import AnswerMap
 if TYPE_CHECKING:
     from catto.calibrate import Fitted, RiskThreshold
     from catto.engines.server import ServerEngine
+    from catto.serve.answering import Answerer
     from catto.serve.feedback_log import FeedbackLog
 
-# How an answer is made if neither an option, nor the threshold, nor the calibrator says so.
-PLAIN_PROTOCOL = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
+# How answers are chosen unless an option, the threshold or the calibrator says otherwise.
+DEFAULT_PROTOCOL = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class AnsweringOptions:
-    """How an answer is made of samples, as given on the command line; None leaves it to the threshold."""
+    """How an answer is chosen from samples, as given on the command line; None means as in the threshold file."""
 
     k: Annotated[
         int | None,
@@ -48,7 +49,7 @@ class AnsweringOptions:
     rule: Annotated[
         str | None,
         Option(
-            help="Rule that picks the answer among the samples.",
+            help="Rule that chooses one of the samples.",
             show_default="as in the threshold file, else most confident",
             rich_help_panel=MODEL,
         ),
@@ -58,7 +59,7 @@ class AnsweringOptions:
         Real(
             min=0,
             max=2,
-            help="Sampling temperature; 0 is greedy decoding.",
+            help="Sampling temperature; 0 means greedy decoding.",
             show_default="as in the threshold file, else 0",
             rich_help_panel=MODEL,
         ),
@@ -66,7 +67,7 @@ class AnsweringOptions:
     confidence_kind: Annotated[
         ConfidenceKind | None,
         Option(
-            help="Where the confidence comes from, for tasks without options.",
+            help="Kind of confidence, for tasks without answer options.",
             show_default="as in the threshold file, else ptrue",
             rich_help_panel=MODEL,
         ),
@@ -76,7 +77,7 @@ class AnsweringOptions:
         Real(
             min=0,
             max=1,
-            help="Stop sampling at this confidence, or when further votes cannot change the majority.",
+            help="Stop sampling at this confidence, or when more votes cannot change the result.",
             rich_help_panel=MODEL,
         ),
     ] = None
@@ -92,13 +93,18 @@ class GatewayOptions:
     ] = 8080
     log: Annotated[
         Path | None,
-        Option(help="JSON lines file that keeps every confidence and the clients' feedback.", rich_help_panel=OUTPUT),
+        Option(help="JSON lines file to log every confidence and the clients' feedback to.", rich_help_panel=OUTPUT),
     ] = None
-    abstention: Annotated[str, Option(help="Reply below the threshold.", rich_help_panel=OUTPUT)] = "I do not know."
+    abstention: Annotated[str, Option(help="Text of the reply below the threshold.", rich_help_panel=OUTPUT)] = (
+        "I do not know."
+    )
     max_k: Annotated[
         int,
         Option(
-            min=1, max=MOST_SAMPLES, help="Maximum number of samples per request of a client.", rich_help_panel=ADVANCED
+            min=1,
+            max=MOST_SAMPLES,
+            help="Maximum number of samples that a client may request.",
+            rich_help_panel=ADVANCED,
         ),
     ] = 16
     concurrency: Annotated[
@@ -106,12 +112,12 @@ class GatewayOptions:
         Option(
             min=1,
             max=10_000,
-            help="Maximum number of requests in progress; others get status 429.",
+            help="Maximum number of requests in progress; further ones get status 429.",
             rich_help_panel=ADVANCED,
         ),
     ] = 64
     deadline: Annotated[
-        float, Real(min=1, max=1e6, help="Seconds per answer, including retries.", rich_help_panel=ADVANCED)
+        float, Real(min=1, max=1e6, help="Maximum seconds per answer, including retries.", rich_help_panel=ADVANCED)
     ] = 120.0
 
 
@@ -123,7 +129,7 @@ def serve(
     task: Annotated[
         str,
         Option(
-            help="Task whose labels or short answers are read, or a YAML file of one.",
+            help="Task that the requests belong to: its name or its YAML file.",
             autocompletion=list_tasks,
             rich_help_panel=INPUT,
         ),
@@ -133,8 +139,8 @@ def serve(
     calibrator: Annotated[
         Path | None,
         Option(
-            help="Calibrator written by `catto calibrate fit`, or the model's folder with calibrator and threshold.",
-            show_default="in the folder that the model is named after",
+            help="Calibrator written by `catto calibrate fit`, or a model folder with a calibrator and a threshold.",
+            show_default="that of the model, if its name is a folder",
             rich_help_panel=INPUT,
         ),
     ] = None,
@@ -147,15 +153,16 @@ def serve(
     ] = None,
     model: Annotated[
         str | None,
-        Option(help="Name of the model on the server.", show_default="its only one", rich_help_panel=MODEL),
+        Option(help="Name of the model on the server.", show_default="the only one", rich_help_panel=MODEL),
     ] = None,
 ) -> None:
-    """Serve OpenAI's chat completions with a calibrated confidence in every answer, or an abstention.
+    """Serve OpenAI's chat completions API with a calibrated confidence for every answer, or an abstention.
 
-    The gateway sends each request to the upstream server k times with log-probabilities, reads the label as `catto
-    eval` does, calibrates its confidence and picks one answer. The reply carries a `catto` object with the confidence.
+    The gateway sends each request to the upstream server k times, reads the labels and their log-probabilities as
+    `catto eval` does, calibrates the confidences and chooses one answer. The reply contains an additional object
+    `catto` with the confidence.
 
-    OPENAI_API_KEY is the key for the upstream server. If CATTO_API_KEY is set, clients must send it.
+    OPENAI_API_KEY is the key for the upstream server. If CATTO_API_KEY is set, clients must send that key.
 
     Examples:
     catto serve --upstream http://localhost:8000/v1 --task commonsense_qa --calibrator tau.json
@@ -166,41 +173,35 @@ def serve(
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         require_package(package, "serve", "catto serve")
     from catto.model_calibration import has_calibrator
-    from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits, run_gateway
-    from catto.serve.short_answering import ShortAnswerer
 
     served = _find_task(task)
     if options.log is not None:
         writable_file("--log", options.log)
-    fitted, risk_threshold = _read_fitted(calibrator, threshold)
+    calibration = _read_calibration(calibrator, threshold)
     key = os.environ.get("CATTO_API_KEY", "").strip() or None
     if key is None and options.host not in LOCAL_HOSTS:
         warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
-    protocol = _check_kind(_choose_protocol(answering, fitted, risk_threshold), served)
+    protocol = _check_kind(_choose_protocol(answering, calibration), served)
     engine = _connect_upstream(upstream, model, options)
     model_folder = Path(engine.served_name)
     if calibrator is None and threshold is None and has_calibrator(model_folder):
-        calibrator = model_folder
-        fitted, risk_threshold = _read_fitted(calibrator, None)
-        protocol = _check_kind(_choose_protocol(answering, fitted, risk_threshold), served)
-        say(f"Calibrator of {calibrator}.")
+        calibration = _read_calibration(model_folder, None)
+        protocol = _check_kind(_choose_protocol(answering, calibration), served)
+        say(f"Using the calibrator of {model_folder}.")
     if not engine.can_continue and protocol.fallback is not None:
-        protocol = protocol.model_copy(update={"fallback": "none"})
-    _warn_about_protocol(protocol, engine.model, calibrator=(calibrator, fitted), threshold=(threshold, risk_threshold))
+        protocol = protocol.model_copy(update={"fallback": "none"})  # no label can be forced on this server
+    _warn_about_protocol(protocol, engine.model, calibration)
     limits = Limits(
         concurrency=options.concurrency,
         max_k=max(options.max_k, protocol.k),
         deadline=options.deadline,
         key=key,
     )
-    upstream_settings = (engine, engine.make_client(), fitted, risk_threshold, options.abstention)
-    answerer = Answerer(*upstream_settings)
-    if not served.labels:
-        answerer = ShortAnswerer(*upstream_settings, grade=served.grade, brief=served.brief)
+    answerer = _make_answerer(engine, calibration, served, options.abstention)
     port = _find_port(options.host, options.port)
-    shown_host = f"[{options.host}]" if ":" in options.host else options.host
-    say(f"Serving {engine.model} of {engine.base_url} at http://{shown_host}:{port}/v1")
+    shown_host = f"[{options.host}]" if ":" in options.host else options.host  # an IPv6 address needs brackets
+    say(f"Serving {engine.model} from {engine.base_url} at http://{shown_host}:{port}/v1")
     gateway = Gateway(answerer, served.labels, protocol, limits, options.log)
     _report_alarm(gateway.log)
     run_gateway(gateway, options.host, port)
@@ -208,17 +209,34 @@ def serve(
 
 @dataclass(frozen=True)
 class ServedTask:
-    """What serving needs of a task.
+    """The properties of a task that serving needs.
 
     Attributes:
-        labels: The labels; none if answers are short texts or numbers.
-        grade: How those are compared.
-        brief: Whether the prompts leave the form of a judgement unexplained.
+        labels: The labels; empty if answers are short texts or numbers.
+        grade: How answers without labels are compared.
+        brief: Whether the task's prompts leave the form of a judgement unexplained.
     """
 
     labels: tuple[str, ...]
     grade: Grade = "exact"
     brief: bool = False
+
+
+@dataclass(frozen=True)
+class ServedCalibration:
+    """The calibrator and the threshold in use, each None if there is none, with the paths they were read from.
+
+    Attributes:
+        fitted: The calibrator.
+        calibrator_path: Its path.
+        risk_threshold: The threshold.
+        threshold_path: Its path; that of the calibrator if both are in a model's folder.
+    """
+
+    fitted: Fitted | None
+    calibrator_path: Path | None
+    risk_threshold: RiskThreshold | None
+    threshold_path: Path | None
 
 
 def _find_task(task: str) -> ServedTask:
@@ -236,7 +254,7 @@ def _find_task(task: str) -> ServedTask:
 
 
 def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
-    """Return the protocol with a kind of confidence that the task has; refuse another."""
+    """Return the protocol with a kind of confidence that fits the task; refuse a kind that does not."""
     kind = protocol.confidence_kind
     if served.labels:
         if kind not in (None, "label"):
@@ -248,12 +266,12 @@ def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
         refuse("confidence kind label: the task has no options, expected agreement, ptrue or verbal")
     protocol = protocol.model_copy(update={"fallback": None})  # no answer is forced
     if kind == "agreement" and protocol.stop is not None and protocol.rule != "majority vote":
-        refuse("--stop: agreement is known once all samples are there")
+        refuse("--stop: agreement is only known after all samples")
     return protocol
 
 
-def _read_fitted(calibrator: Path | None, threshold: Path | None) -> tuple[Fitted | None, RiskThreshold | None]:
-    """Read the calibrator and the threshold. They must belong together."""
+def _read_calibration(calibrator: Path | None, threshold: Path | None) -> ServedCalibration:
+    """Read the calibrator and the threshold; refuse a threshold that was fitted with a different calibrator."""
     from catto.calibrate import RiskThreshold
     from catto.model_calibration import load_calibrator
 
@@ -264,24 +282,23 @@ def _read_fitted(calibrator: Path | None, threshold: Path | None) -> tuple[Fitte
         fitted = calibration.fitted
         stored_threshold = calibration.threshold
     if threshold is None:
-        return fitted, stored_threshold
+        return ServedCalibration(fitted, calibrator, stored_threshold, threshold_path=calibrator)
     risk_threshold = read_record(threshold, RiskThreshold)
     if fitted is None and risk_threshold.calibrator is not None:
         refuse(f"{threshold}: was fitted with a calibrator; add it with --calibrator")
     if fitted is not None and risk_threshold.calibrator != fitted.digest:
-        refuse(f"{threshold}: was fitted with another calibrator than {calibrator}")
-    return fitted, risk_threshold
+        refuse(f"{threshold}: was fitted with a different calibrator from {calibrator}")
+    return ServedCalibration(fitted, calibrator, risk_threshold, threshold_path=threshold)
 
 
-def _choose_protocol(
-    answering: AnsweringOptions, fitted: Fitted | None, risk_threshold: RiskThreshold | None
-) -> Protocol:
-    """Combine the options with the protocol of the threshold, else of the calibrator, else the plain one."""
+def _choose_protocol(answering: AnsweringOptions, calibration: ServedCalibration) -> Protocol:
+    """Return the protocol of the threshold, else of the calibrator, else the default one, changed by the options."""
     from catto.metrics.selection import RULES
 
-    protocol = PLAIN_PROTOCOL
-    if risk_threshold is not None:
-        protocol = risk_threshold.protocol
+    protocol = DEFAULT_PROTOCOL
+    fitted = calibration.fitted
+    if calibration.risk_threshold is not None:
+        protocol = calibration.risk_threshold.protocol
     elif fitted is not None and fitted.protocol is not None:
         protocol = fitted.protocol
     chosen_options = {name: value for name, value in asdict(answering).items() if value is not None}
@@ -293,7 +310,7 @@ def _choose_protocol(
 
 
 def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions) -> ServerEngine:
-    """Find the model on the upstream server, and find out what the server can do."""
+    """Find the model on the upstream server, and test which features the server has."""
     from catto.engines.server import ServerEngine
 
     with refuse_errors(ServerError, place="--upstream: "):
@@ -312,26 +329,35 @@ def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions)
     return engine
 
 
-def _warn_about_protocol(
-    protocol: Protocol,
-    model: str,
-    *,
-    calibrator: tuple[Path | None, Fitted | None],
-    threshold: tuple[Path | None, RiskThreshold | None],
-) -> None:
-    """Warn if the gateway's answers are made in another way than those of the calibrator or the threshold."""
-    calibrator_path, fitted = calibrator
-    threshold_path, risk_threshold = threshold
-    threshold_path = threshold_path or calibrator_path
+def _make_answerer(
+    engine: ServerEngine, calibration: ServedCalibration, served: ServedTask, abstention: str
+) -> Answerer:
+    """Return the object that answers requests, by labels or by short texts."""
+    from catto.serve.answering import Answerer
+    from catto.serve.short_answering import ShortAnswerer
+
+    client = engine.make_client()
+    fitted = calibration.fitted
+    risk_threshold = calibration.risk_threshold
+    if served.labels:
+        return Answerer(engine, client, fitted, risk_threshold, abstention)
+    return ShortAnswerer(engine, client, fitted, risk_threshold, abstention, grade=served.grade, brief=served.brief)
+
+
+def _warn_about_protocol(protocol: Protocol, model: str, calibration: ServedCalibration) -> None:
+    """Warn if the gateway chooses answers differently from those that the calibrator or the threshold was fitted on."""
+    fitted = calibration.fitted
+    risk_threshold = calibration.risk_threshold
+    threshold_path = calibration.threshold_path
     if risk_threshold is not None and risk_threshold.protocol != protocol:
         warn(
-            f"{threshold_path}: was fitted on answers of {risk_threshold.protocol!r}, but this gateway uses "
+            f"{threshold_path}: was fitted on answers with {risk_threshold.protocol!r}, but this gateway uses "
             f"{protocol!r}: no answer has the guarantee"
         )
     elif fitted is not None and fitted.protocol not in (None, protocol):
         warn(
-            f"{calibrator_path}: was fitted on answers of {fitted.protocol!r}, but this gateway uses {protocol!r}: "
-            "no answer is calibrated"
+            f"{calibration.calibrator_path}: was fitted on answers with {fitted.protocol!r}, but this gateway uses "
+            f"{protocol!r}: no answer is calibrated"
         )
     if risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models:
         models = ", ".join(risk_threshold.models)
@@ -339,7 +365,7 @@ def _warn_about_protocol(
 
 
 def _report_alarm(log: FeedbackLog) -> None:
-    """Say what the feedback of earlier runs shows about the promise."""
+    """Print whether the feedback logged by earlier runs contradicts the promised error rate."""
     if log.path is None or log.alarm.answers == 0:
         return
     if log.alarm.is_raised:
@@ -349,7 +375,7 @@ def _report_alarm(log: FeedbackLog) -> None:
 
 
 def _find_port(host: str, port: int) -> int:
-    """Refuse an address that cannot be used, before anything is loaded; replace port 0 by a free one."""
+    """Refuse an address that cannot be used, and replace port 0 with a free port."""
     with refuse_errors(OSError, place=f"--host {host} --port {port}: "):
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family) as probe:

@@ -1,6 +1,6 @@
-"""`catto teach`: the teacher's responses to the training questions, and the rows made from them.
+"""`catto teach`: collect the teacher's responses to the training questions, and write the training rows.
 
-Where the report of the recipe measures held-out pairs, the validation questions are asked too.
+If the report of the recipe measures held-out pairs, the teacher answers the validation questions too.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ def teach(
     task: Annotated[
         str | None,
         Option(
-            help="Task of the recipe, or a YAML file of a task.",
+            help="Task of the recipe, or the YAML file of a task.",
             show_default="all training tasks",
             rich_help_panel=INPUT,
         ),
     ] = None,
     out: OutOption = None,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the number of requests and tokens; send nothing.", rich_help_panel=OUTPUT)
+        bool,
+        Option("--dry-run", help="Print the number of requests and tokens, and send nothing.", rich_help_panel=OUTPUT),
     ] = False,
     sets: SetOption = None,
     retry_refused: RetryOption = False,
 ) -> None:
-    """Collect teacher responses and write SFT, preference and outcome rows.
+    """Collect the teacher's responses and write SFT, preference and outcome rows.
 
-    An interrupted run resumes.
+    To resume an interrupted run, run the same command again.
 
     Examples:
     catto teach quickstart
@@ -54,17 +55,16 @@ def teach(
     """
     from catto.pipeline.plan import Graph, check_places, open_recipe
 
-    chosen = override_task(sets, task, questions)
-    task = chosen.name
-    read = open_recipe(recipe, chosen.overrides)
-    check_places(recipe, read)
-    root = choose_folder(read, out)
-    graph = Graph(read)
-    if task is not None:
-        check_name("--task", task, read.tasks)
-    only_task = task or read.train_on
-    tasks = list(read.tasks) if only_task is None else [only_task]
-    goals: dict[str, Stage] = {}  # by the title of what is printed
+    named = override_task(sets, task, questions)
+    chosen = open_recipe(recipe, named.overrides)
+    check_places(recipe, chosen)
+    root = choose_folder(chosen, out)
+    graph = Graph(chosen)
+    if named.name is not None:
+        check_name("--task", named.name, chosen.tasks)
+    only_task = named.name or chosen.train_on
+    tasks = list(chosen.tasks) if only_task is None else [only_task]
+    goals: dict[str, Stage] = {}  # title of the printed lines -> stage that writes the rows
     for name in tasks:
         goals[name] = graph.plan_teacher_rows(name)
         for seed, pairs in graph.find_measured_pairs(name).items():
@@ -73,27 +73,36 @@ def teach(
         for title, goal in goals.items():
             stage = goal.needs["responses"]
             with refuse_errors(place=f"{title}: "):
-                estimate = _estimate_requests(root, stage, read.own_teacher, retry_refused)
+                estimate = _estimate_requests(root, stage, chosen.own_teacher, retry_refused=retry_refused)
             for line in estimate.lines():
                 say(f"{title}: {line}")
         return
-    run_missing(recipe, read, root, list(goals.values()), retry_refused)
+    run_missing(recipe, chosen, root, list(goals.values()), retry_refused=retry_refused)
     for title, goal in goals.items():
         rows = stage_dir(root, goal)
         say(f"{title}: {rows}")
-        for line in teacher.Yield.model_validate_json((rows / "yield.json").read_text(encoding="utf-8")).lines():
+        row_counts = teacher.Yield.model_validate_json((rows / "yield.json").read_text(encoding="utf-8"))
+        for line in row_counts.lines():
             say(f"  {line}")
 
 
-def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, retry_refused: bool) -> Estimate:
-    """Count what a stage of responses would still ask."""
-    asked = stage.needs["questions"]
-    begun = attempt_folders(root, stage)
-    stored = begun[-1] if begun else None
+def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, *, retry_refused: bool) -> Estimate:
+    """Estimate the requests that a stage of responses would still send.
+
+    Args:
+        root: The experiment's folder.
+        stage: The stage.
+        settings: Settings of the teacher.
+        retry_refused: Whether refused requests would be sent again.
+    """
     if is_done(root, stage):
-        stored = stage_dir(root, stage)
-    if is_done(root, asked):
-        questions = read_questions(stage_dir(root, asked) / f"{stage.settings.split}.jsonl")
+        stored: Path | None = stage_dir(root, stage)
     else:
-        questions, _ = load_split(asked.settings)
+        attempts = attempt_folders(root, stage)
+        stored = attempts[-1] if attempts else None
+    questions_stage = stage.needs["questions"]
+    if is_done(root, questions_stage):
+        questions = read_questions(stage_dir(root, questions_stage) / f"{stage.settings.split}.jsonl")
+    else:
+        questions, _ = load_split(questions_stage.settings)
     return teacher.dry_run(questions, None, settings, stored, retry_refused=retry_refused)

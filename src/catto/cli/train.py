@@ -12,6 +12,7 @@ from catto.cli.options import ADVANCED, INPUT, QuestionFileOptions, Seed, expand
 from catto.cli.run import OutOption, RecipeArgument, SetOption, choose_folder, run_missing
 from catto.methods import METHODS, Budget, strip_scaling
 from catto.pipeline.stage import resolve_choice, stage_dir
+from catto.recipe.settings import Recipe
 
 __all__ = ["train"]
 
@@ -20,29 +21,36 @@ __all__ = ["train"]
 def train(
     recipe: RecipeArgument,
     questions: QuestionFileOptions,
-    method: Annotated[str, Option(help=f"One of {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS))],
+    method: Annotated[
+        str, Option(help=f"Method to train: {', '.join(METHODS)}.", autocompletion=lambda: list(METHODS))
+    ],
     task: Annotated[
         str | None,
         Option(
-            help="Task of the recipe, or a YAML file of a task.", show_default="the only task", rich_help_panel=INPUT
+            help="Task of the recipe, or the YAML file of a task.", show_default="the only task", rich_help_panel=INPUT
         ),
     ] = None,
-    seed: Annotated[int | None, Seed(help="Random seed.", show_default="first of the recipe")] = None,
-    budget: Annotated[Budget | None, Option(help="Training budget.", show_default="first of the recipe")] = None,
+    seed: Annotated[
+        int | None, Seed(help="Random seed, one of those in the recipe.", show_default="the first one")
+    ] = None,
+    budget: Annotated[
+        Budget | None, Option(help="Training budget, one of those in the recipe.", show_default="the first one")
+    ] = None,
     processes: Annotated[
         int | None,
         Option(min=1, help="Number of processes (GPUs).", show_default="as in the recipe", rich_help_panel=ADVANCED),
     ] = None,
     config: Annotated[
         str | None,
-        Option(help="ddp, fsdp2, zero2, zero3, or an Accelerate config file.", rich_help_panel=ADVANCED),
+        Option(help="Parallelism: ddp, fsdp2, zero2, zero3, or an Accelerate config file.", rich_help_panel=ADVANCED),
     ] = None,
     out: OutOption = None,
     sets: SetOption = None,
 ) -> None:
-    """Train one method of a recipe, and the models it starts from.
+    """Train one method of a recipe, including the models it starts from.
 
-    If the recipe lists several learning rates, the best one on the validation questions is chosen.
+    If the recipe lists several learning rates, a model is trained with each, and the one that is best on the validation
+    questions is chosen.
 
     Examples:
     catto train quickstart --method dpo+catto
@@ -51,31 +59,39 @@ def train(
     """
     from catto.pipeline.plan import Graph, open_recipe
 
-    if strip_scaling(method) in set(METHODS) - {method}:
-        refuse(f"--method: {method} only rescales the confidence of {strip_scaling(method)}: train that")
+    trained_method = strip_scaling(method)
+    is_rescaled = trained_method != method and trained_method in METHODS
+    if is_rescaled:
+        refuse(f"--method: {method} only rescales the confidence of {trained_method}: train that")
     check_name("--method", method, METHODS)
     named = override_task(sets, task, questions)
-    task = named.name
     overrides = named.overrides
     launch = {"launch.processes": processes, "launch.config": config}
     overrides += [f"{name}={value}" for name, value in launch.items() if value is not None]
-    read = open_recipe(recipe, overrides)
+    chosen = open_recipe(recipe, overrides)
     if METHODS[method].stage == "base":
         refuse(f"--method: {method} is the given model itself, which is not trained")
-    if METHODS[method].only_from not in (None, read.start):
-        refuse(f"--method: {method} needs start: {METHODS[method].only_from}, and the recipe has start: {read.start}")
+    needed_start = METHODS[method].only_from
+    if needed_start not in (None, chosen.start):
+        refuse(f"--method: {method} needs start: {needed_start}, but the recipe has start: {chosen.start}")
     if seed is None:
-        seed = read.seeds[0]
-    budget = budget or read.budgets[0]
-    check_name("--seed", str(seed), [str(known) for known in read.seeds])
-    check_name("--budget", budget, read.budgets)
-    if task is None and read.train_on is None and len(read.tasks) > 1:
-        refuse(f"--task: the recipe has several, name one of {', '.join(read.tasks)}")
-    task = task or read.train_on or next(iter(read.tasks))
-    check_name("--task", task, read.tasks)
-    root = choose_folder(read, out)
-    goal = Graph(read).plan_choice(task, seed, method, budget)
-    run_missing(recipe, read, root, [goal])
+        seed = chosen.seeds[0]
+    budget = budget or chosen.budgets[0]
+    check_name("--seed", str(seed), [str(known) for known in chosen.seeds])
+    check_name("--budget", budget, chosen.budgets)
+    task = _choose_task(chosen, named.name)
+    root = choose_folder(chosen, out)
+    goal = Graph(chosen).plan_choice(task, seed, method, budget)
+    run_missing(recipe, chosen, root, [goal])
     trained = resolve_choice(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
     say(str(stage_dir(root, trained) / "model"))
+
+
+def _choose_task(recipe: Recipe, named: str | None) -> str:
+    """Return the named task, else the task the recipe trains on, else its only task."""
+    if named is None and recipe.train_on is None and len(recipe.tasks) > 1:
+        refuse(f"--task: the recipe has several, name one of {', '.join(recipe.tasks)}")
+    task = named or recipe.train_on or next(iter(recipe.tasks))
+    check_name("--task", task, recipe.tasks)
+    return task
