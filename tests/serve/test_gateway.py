@@ -208,7 +208,7 @@ def test_an_answer_of_another_model_than_the_thresholds_has_no_guarantee(
     with OpenAIServer(respond) as upstream, gateway(upstream, protocol=FOUR, limit=limit) as url:
         found = ask(url).catto
     assert (found["guarantee"] is not None) == kept
-    assert found["reason"] == (None if kept else "the threshold was fitted on answers of another model")
+    assert found["reason"] == (None if kept else "the threshold was fitted on answers from a different model")
     assert not found["abstained"]
 
 

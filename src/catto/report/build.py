@@ -322,6 +322,24 @@ def render_model_card(content: CardContent) -> str:
     """Render a model card: results as `model-index` metadata, and as a table with the reliability diagram."""
     model_title = display_name(content.model, "a model without a name")
     task_title = display_name(content.task, "a task without a name")
+    results = _make_eval_results(content, task_title)
+    card = ModelCard.from_template(
+        ModelCardData(model_name=model_title, tags=TAGS, eval_results=results),
+        str(TEMPLATES / "model_card.md.j2"),
+        model=escape_markdown(model_title),
+        task=escape_markdown(task_title),
+        split=content.split,
+        rows=content.rows,
+        metrics={name: (METRICS[name], content.metrics[name]) for name in REPORTED},
+        picture=content.picture,
+        null=content.null,
+        sources=content.sources,
+    )
+    return f"{card}\n"
+
+
+def _make_eval_results(content: CardContent, task_title: str) -> list[EvalResult]:
+    """Return the `model-index` of a card, with the dataset of the hub if the task has one."""
     dataset = task_title
     dataset_config = None
     task = TASKS.get(content.task)
@@ -329,11 +347,7 @@ def render_model_card(content: CardContent) -> str:
         dataset = task.hub or task_title
         dataset_config = task.config
     results = []
-    shown = {}
     for name in REPORTED:
-        metric = METRICS[name]
-        interval = content.metrics[name]
-        shown[name] = (metric, interval)
         result = EvalResult(
             task_type="multiple-choice",
             dataset_type=dataset,
@@ -342,23 +356,11 @@ def render_model_card(content: CardContent) -> str:
             dataset_split=content.split,
             dataset_args={"answers": content.rows},
             metric_type=name,
-            metric_name=metric.title,
-            metric_value=interval.value,
+            metric_name=METRICS[name].title,
+            metric_value=content.metrics[name].value,
         )
         results.append(result)
-    card = ModelCard.from_template(
-        ModelCardData(model_name=model_title, tags=TAGS, eval_results=results),
-        str(TEMPLATES / "model_card.md.j2"),
-        model=escape_markdown(model_title),
-        task=escape_markdown(task_title),
-        split=content.split,
-        rows=content.rows,
-        metrics=shown,
-        picture=content.picture,
-        null=content.null,
-        sources=content.sources,
-    )
-    return f"{card}\n"
+    return results
 
 
 def display_name(name: str, otherwise: str) -> str:

@@ -28,7 +28,7 @@ FORCED = "the response states none of the labels; the text is the label that con
 NO_LABEL = "the response states no label, and none is among the upstream's best next tokens"
 NO_ANSWER_STATED = "the response states no answer"
 CUT = "a response was cut at max_tokens"
-OTHER_MODEL = "the threshold was fitted on answers of another model"
+OTHER_MODEL = "the threshold was fitted on answers from a different model"
 OTHER_LABELS = "the options of the request have labels that the task does not have"
 MAJORITY = "majority vote"
 # More threads would not be faster: only one of them runs Python at a time, and each delays the event loop.
