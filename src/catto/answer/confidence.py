@@ -289,8 +289,8 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
     """Score the label of each response: use the scores that are stored with it, and compute the rest in one call.
 
     Stored scores are valid for the same tokens and the same candidates, whichever parser version found that position.
-    A response has neither position nor scores if its engine has no tokenizer, its question has no labels, or its prompt
-    leaves no room for an answer.
+    A response has neither position nor scores if its engine has no tokenizer or its question no labels. The same holds
+    if its prompt leaves no room for an answer.
     """
     positions = []
     stored_scores = []
@@ -457,7 +457,7 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
 
 
 def read_reply(case: Case, continuation: Generation | Refusal | None = None) -> Answer | Refusal:
-    """Read the answer of a server's reply, at the token that holds the label's first character.
+    """Read the answer of a server's reply, at the token that contains the label's first character.
 
     Args:
         case: The reply.
@@ -498,37 +498,56 @@ def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
     generation = case.generation
     text = generation.text
     parsed = parse_answer(text, case.question, cut=generation.finish_reason == "length")
-    if parsed.label is None or parsed.source is None or parsed.span is None:
+    if parsed.label is None or parsed.source is None or parsed.span is None:  # a label comes with all three
         return None
     label_start, label_end = parsed.span
-    reason = "the log-probabilities do not reach the label, or their tokens do not add up to the text"
-    token_start = 0
+    token = _find_token_at(generation, label_start)
+    if token is None:
+        reason = "the log-probabilities do not reach the label, or their tokens do not add up to the text"
+        return Refusal(refused=reason, question=generation.question, sample=generation.sample)
+    written = _WrittenLabel(
+        label=parsed.label,
+        source=parsed.source,
+        token_start=token.start,
+        token=token.text,
+        lead=token.text[: label_start - token.start],
+        after=token.text[label_end - token.start :],
+        candidates=token.candidates,
+        forms=restyle_labels(case.question.labels, parsed.label, text[label_start:label_end]),
+    )
+    rival = _find_ambiguous_rival(written)
+    if rival is not None:
+        shared = token.text[label_start - token.start :]
+        reason = f"labels {parsed.label!r} and {rival!r} begin with the same token {shared!r}"
+        return Refusal(refused=reason, question=generation.question, sample=generation.sample)
+    return written
+
+
+class _ReplyToken(NamedTuple):
+    """A token of a server's reply: where it begins in the text, its text, and the log-probabilities at its position."""
+
+    start: int
+    text: str
+    candidates: Mapping[str, float]
+
+
+def _find_token_at(generation: Generation, index: int) -> _ReplyToken | None:
+    """Find the token that contains a character of a reply.
+
+    None if the log-probabilities do not reach the character, or their tokens do not add up to the text before it.
+    """
+    text = generation.text
+    start = 0
     for token, candidates in generation.tops or ():
-        token_end = token_start + len(token)
+        end = start + len(token)
         # The text was cut after a stop text, which may end within the last token.
-        token_in_text = token[: max(0, len(text) - token_start)]
-        if text[token_start:token_end] != token_in_text:
-            break
-        contains_label_start = token_start <= label_start < token_end
-        if contains_label_start:
-            written = _WrittenLabel(
-                label=parsed.label,
-                source=parsed.source,
-                token_start=token_start,
-                token=token,
-                lead=token[: label_start - token_start],
-                after=token[label_end - token_start :],
-                candidates=candidates,
-                forms=restyle_labels(case.question.labels, parsed.label, text[label_start:label_end]),
-            )
-            rival = _find_ambiguous_rival(written)
-            if rival is None:
-                return written
-            shared = token[label_start - token_start :]
-            reason = f"labels {parsed.label!r} and {rival!r} begin with the same token {shared!r}"
-            break
-        token_start = token_end
-    return Refusal(refused=reason, question=generation.question, sample=generation.sample)
+        token_in_text = token[: max(0, len(text) - start)]
+        if text[start:end] != token_in_text:
+            return None
+        if start <= index < end:
+            return _ReplyToken(start, token, candidates)
+        start = end
+    return None
 
 
 def _find_ambiguous_rival(written: _WrittenLabel) -> str | None:

@@ -475,7 +475,7 @@ class FormReader:
         return reading
 
     def is_own_text(self, label: str, text: str) -> bool:
-        """Whether a text is the label's option text, give or take an article, and not a different option's text."""
+        """Whether a text is the label's option text. An article is ignored unless the text is a different option's."""
         own_text = self.choices.texts.get(label)
         if not own_text or not text:
             return False

@@ -371,7 +371,7 @@ def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReadin
     """Read a response whose body has no `<answer>`: the whole text after the reasoning, or else its last line.
 
     A last line that states the answer is read unless an earlier line states a different one. A last line that only
-    names a label may be the end of a list or a sentence, so it is read only after a complete sentence or under a lead.
+    names a label is read only after a complete sentence or under a lead, since it may be the end of a list or sentence.
     None if there is no such answer, the reasoning never ends, or text follows a lone `</answer>`.
     """
     start, end = find_body(text, tags)
@@ -447,7 +447,7 @@ def _may_follow(lines: Sequence[_Line], answer_line: int, reading: LabelReading)
 
 
 def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line], choices: Choices) -> bool:
-    """Whether an earlier line gives another label, or claims one anywhere."""
+    """Whether an earlier line gives a different label, or claims one."""
     if not earlier:
         return False
     earlier_labels = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)

@@ -1,7 +1,7 @@
 """Read a short answer or a number from a response to a question without options, and compare answers.
 
-The answer is the content of the last `<answer>`, as for labels. Without that tag, the last line is read if it is the
-only one after the reasoning, or if it states the answer ("The answer is 12", "#### 12"). Any other response has none.
+The answer is the content of the last `<answer>`, as for labels. Without that tag, it is the last line: if that is the
+only one after the reasoning, or states the answer ("The answer is 12", "#### 12"). Any other response has no answer.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def merge_equivalent(answers: Sequence[str | None], equivalent: Equivalent) -> l
 
     Args:
         answers: The answers to one question, in the order of the samples.
-        equivalent: Called with the first answer of a group and another answer.
+        equivalent: Called with the first answer of a group and a later answer; returns whether they mean the same.
 
     Returns:
         The first answer of each answer's group.

@@ -53,7 +53,7 @@ class LabelPosition(NamedTuple):
 
     A path ends at the token that distinguishes its label from every other label. Usually that is a single token, the
     one with the label's first character. If that character is encoded in several tokens (bytes), the position is the
-    first token at which labels differ, and labels that share this token have longer paths.
+    first token at which labels differ. Labels that share this token have longer paths.
 
     All paths have the form in which the label was written: its case, and the text that its token contains besides the
     label (" A", ">A", "A."). A label without a token in that form has no path; the written label always has one.
@@ -125,8 +125,8 @@ def locate_label(
         The position of the label that `parse_response` reads; None if the response gives no answer.
 
     Raises:
-        UnreadableLabelError: The label's tokens do not distinguish it from a different label. This happens even to
-            labels that pass `check_labels`: in the case in which the model wrote them, they may share a token.
+        UnreadableLabelError: The label's tokens do not distinguish it from a different label. Even labels that pass
+            `check_labels` may share a token in the case in which the model wrote them.
     """
     text = decode_ids(tokenizer, ids)
     parsed = parse_response(text, labels, option_texts, cut=cut)

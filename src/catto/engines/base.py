@@ -126,8 +126,8 @@ def find_stop_end(text: str, stops: Collection[str]) -> int | None:
         stops: The stop texts.
 
     Returns:
-        The index after the stop text. None if there is none or the reasoning is unfinished, so that `text[:end]` is
-        the whole text.
+        The index after the stop text. None if there is none or the reasoning is unfinished; `text[:None]` is then the
+        whole text.
 
     Example:
         >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))

@@ -134,7 +134,7 @@ def _replace_quotations(line: str, prompt: str) -> str:
     """Replace every quotation of at least 20 characters from the prompt; stop after 300 characters of result.
 
     Searching a prompt of 1 MB takes about 10 ms. If the second half of the next 20 characters is not in the prompt, no
-    quotation can begin in the first half, which is therefore skipped.
+    quotation can begin in the first half, so that is skipped.
     """
     half = MIN_QUOTED_CHARS // 2
     kept = ""

@@ -198,12 +198,7 @@ class ServerEngine(Engine):
             basic = base64.b64encode(":".join(login).encode()).decode()
         # Texts that no message may show. The longest is replaced first, since it may contain a shorter one.
         self._secrets = sorted((self._key, basic, *(login or ()), *hidden), key=len, reverse=True)
-        headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
-        if basic:
-            headers["Authorization"] = f"Basic {basic}"
-        elif self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        self._http_options: Any = {"headers": headers, "follow_redirects": True}
+        self._http_options: Any = {"headers": _make_headers(self._key, basic), "follow_redirects": True}
         self._has_warned_of_temperature = False
         self._has_replied = False
         self._exhausted_in_a_row = 0  # requests that ran out of retries, with no reply between them
@@ -211,9 +206,10 @@ class ServerEngine(Engine):
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
         """Yield a generation for every request not in `done`, as they arrive. At most `concurrency` are in flight.
 
-        A `Refusal` is yielded for a request that the server refuses for good. A fault of the server or of the settings
-        stops the run, and so do 20 requests in a row that run out of retries: the outcomes of requests in flight are
-        still yielded, then a `ServerError` is raised. The first response that ignores the temperature causes a warning.
+        A `Refusal` is yielded for a request that is refused for good or runs out of retries. A fault of the server or
+        of the settings stops the run, and so do 20 requests in a row that run out of retries. The outcomes of requests
+        in flight are still yielded; then a `ServerError` is raised. The first response that ignores the temperature
+        causes a warning.
 
         If `requests` is a deque, requests are removed from it as they are sent. The caller may add more in the
         meantime, and `done` is not used.
@@ -640,6 +636,16 @@ def _read_key(variable: str) -> str:
     if key and not (key.isascii() and key.isprintable()):
         raise ServerError(f"environment variable {variable}: its value cannot be sent in an HTTP header")
     return key
+
+
+def _make_headers(key: str, basic: str) -> dict[str, str]:
+    """Make the headers of all requests. The credentials of basic authentication take precedence over the key."""
+    headers = {"User-Agent": f"catto/{__version__}", "Content-Type": "application/json"}
+    if basic:
+        headers["Authorization"] = f"Basic {basic}"
+    elif key:
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
 
 
 def _list_candidates(reply: Generation | Refusal) -> dict[str, float]:

@@ -171,7 +171,7 @@ class TransformersEngine(Engine):
         """Score the candidates of every context, in order.
 
         For a context inside a response whose states were kept, only the head runs. Other contexts run in full, those of
-        similar length in the same batch. The kept states are then dropped, so score a response in a single call.
+        similar length in the same batch. The kept states are then dropped, so a second call runs such contexts in full.
 
         Raises:
             ValueError: A context is longer than the model allows, or a candidate is not a token id of the model.
