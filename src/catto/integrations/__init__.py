@@ -1,1 +1,1 @@
-"""Plug-ins into other tools, one file per tool. Each is imported only by those who use it."""
+"""Plug-ins for other tools, one file per tool. Each file is imported only if it is used."""

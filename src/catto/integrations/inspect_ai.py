@@ -1,6 +1,6 @@
 """inspect_ai: the metrics `catto/ece`, `catto/brier` and `catto/auroc`, and the scorer `choice_with_confidence`.
 
-inspect_ai finds this module by the entry point `catto` of the group `inspect_ai`.
+inspect_ai finds this module through the entry point `catto` in the group `inspect_ai`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class InspectAnswers(NamedTuple):
 
 
 def read_scores(scores: Sequence[SampleScore]) -> InspectAnswers:
-    """Read the confidence of each score from its metadata, and whether the answer is right from its value.
+    """Read the confidence of each answer from the metadata of its score, and its correctness from the value.
 
     Args:
-        scores: Scores with `confidence` in their metadata, as `choice_with_confidence` gives them.
+        scores: Scores with `confidence` in their metadata, such as those of `choice_with_confidence`.
 
     Raises:
-        ValueError: A score has no confidence, or is neither right nor wrong.
+        ValueError: A score has no confidence, or its value means neither right nor wrong.
     """
     to_float = value_to_float()
     confidence = []
@@ -61,7 +61,7 @@ def read_scores(scores: Sequence[SampleScore]) -> InspectAnswers:
         if stated is None:
             raise ValueError(
                 f"sample {item.sample_id}: its score has no metadata.confidence; "
-                "use the scorer catto/choice_with_confidence, or store one"
+                "use the scorer catto/choice_with_confidence, or store a confidence there"
             )
         value = to_float(item.score.value)
         if value not in (0.0, 1.0):
@@ -75,7 +75,7 @@ def read_scores(scores: Sequence[SampleScore]) -> InspectAnswers:
 
 
 def _apply_metric(function: Callable[[Floats, Bools], Any], scores: Sequence[SampleScore]) -> float:
-    """Compute a metric of the scores; 0 without scores, as inspect_ai's own metrics do."""
+    """Compute a metric of the scores. Without scores it is 0, as in inspect_ai's own metrics."""
     if not scores:
         return 0.0
     answers = read_scores(scores)
@@ -87,7 +87,7 @@ def report_ece(bins: int = 20) -> Metric:
     """Report the expected calibration error of the confidences.
 
     Args:
-        bins: Number of bins of equal width.
+        bins: Number of equal-width bins.
     """
 
     def compute(scores: list[SampleScore]) -> float:
@@ -108,7 +108,10 @@ def report_brier() -> Metric:
 
 @metric(name="auroc")  # type: ignore[untyped-decorator]
 def report_auroc() -> Metric:
-    """Report the AUROC: how well the confidence ranks right answers above wrong ones; nan without both."""
+    """Report the AUROC: how well the confidence ranks right answers above wrong ones.
+
+    It is nan if all answers are right or all are wrong.
+    """
 
     def compute(scores: list[SampleScore]) -> float:
         return _apply_metric(auroc, scores)
@@ -123,16 +126,17 @@ def report_auroc() -> Metric:
 def choice_with_confidence() -> Scorer:
     """Grade a multiple-choice answer as inspect_ai's `choice()` does, and read its confidence.
 
-    The confidence is the probability of the token where the answer's letter begins, read as `catto measure` reads it.
-    The run needs `--logprobs`; with `--top-logprobs 20` the log-probabilities of all letters are stored too. They are
-    in the metadata of the score: `confidence`, `source`, and `label_logprobs` if every letter has one.
+    The confidence is the probability of the token where the answer's letter begins, read as in `catto measure`. The
+    evaluation must run with `--logprobs`; `--top-logprobs 20` makes the log-probabilities of all letters available.
+
+    The metadata of the score gets `confidence`, `source`, and `label_logprobs` if every letter has a log-probability.
     """
     grade_choice = choice()
 
     async def score_answer(state: TaskState, target: Target) -> Score:
         score = await grade_choice(state, target)
         if score is None:
-            raise ValueError("the scorer `choice` gave no score")
+            raise ValueError("the scorer `choice` returned no score")
         score.metadata = {**(score.metadata or {}), **read_choice_confidence(state)}
         return score
 
@@ -144,6 +148,12 @@ def read_choice_confidence(state: TaskState) -> dict[str, Any]:
 
     Args:
         state: A sample after `multiple_choice()` and generation with log-probabilities.
+
+    Returns:
+        `confidence`, `source` and, if every letter has a log-probability, `label_logprobs`.
+
+    Raises:
+        ValueError: The sample has no log-probabilities, or the model chose several letters.
     """
     replies = state.output.choices
     logprobs = replies[0].logprobs if replies else None
@@ -151,22 +161,24 @@ def read_choice_confidence(state: TaskState) -> dict[str, Any]:
         raise ValueError("choice_with_confidence needs log-probabilities: run with --logprobs --top-logprobs 20")
     letters = []
     chosen = []
-    # The solver may have shuffled the choices; a score names the letters of the sample.
+    # The solver may have shuffled the choices: the letters that the model saw differ from those of the sample.
     letter_in_sample = {}
     for number, option in enumerate(state.choices):
         letter = letter_of(number)
         letters.append(letter)
         letter_in_sample[letter] = letter_of(option.original_position)
-        if option.correct:
+        if option.correct:  # despite its name, this means that the model chose the option
             chosen.append(letter)
     if len(chosen) > 1:
-        raise ValueError("choice_with_confidence needs a single answer, the model chose several")
+        raise ValueError("choice_with_confidence needs a single answer, but the model chose several")
     tokens = [token.model_dump() for token in logprobs.content]
-    graded = chosen[0] if chosen else None
-    reading = read_reply_tokens(tokens, replies[0].message.text, letters, graded)
+    chosen_letter = chosen[0] if chosen else None
+    reading = read_reply_tokens(tokens, replies[0].message.text, letters, chosen_letter)
 
     metadata = {"confidence": reading["confidence"], "source": reading["source"]}
     if "label_logprobs" in reading:
-        shown = reading["label_logprobs"]
-        metadata["label_logprobs"] = {letter_in_sample[letter]: logprob for letter, logprob in shown.items()}
+        logprob_by_letter = reading["label_logprobs"]
+        metadata["label_logprobs"] = {
+            letter_in_sample[letter]: logprob for letter, logprob in logprob_by_letter.items()
+        }
     return metadata

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness: run it, measure the confidences in its log, and metrics for the files of its tasks.
+"""lm-evaluation-harness: run it, read the confidences from its log, and provide metrics for its task files.
 
-The harness decides by the name of a metric which metrics get the probabilities of the choices, and averages the
-metrics of the tasks of a group. So the confidences are measured in its log: per task, and over all answers of a group.
+The harness passes the probabilities of the choices only to metrics with certain names, and the metric of a group is an
+average over its tasks. Therefore confidences are measured in the log: per task, and over all answers of a group.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from catto.formats.lm_eval import read_choice
 from catto.metrics.errors import ece
 from catto.metrics.ranking import auroc
 
-# The files of tasks for the harness's own `--include_path`.
+# Folder of task files, for the harness's option `--include_path`.
 TASK_FOLDER = Path(__file__).parent / "lm_eval_tasks"
-# Columns of the rows of `list_page_rows` that a log may have.
+# Columns that `list_page_rows` copies from a log that has them.
 OPTIONAL_COLUMNS = ("label", "gold", "text")
-# The longest name of a task on a page.
+# A page accepts names of up to this length.
 MAX_NAME_LENGTH = 64
 
 # ---- run
 
 
 def find_log_folder(arguments: Sequence[str]) -> Path | None:
-    """Return the `--output_path` among the harness's arguments; None if there is none.
+    """Return the `--output_path` among the harness's arguments, or None if there is none.
 
     >>> find_log_folder(["--model", "hf", "--output_path=runs/a"])
     PosixPath('runs/a')
@@ -50,11 +50,11 @@ def find_log_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def run_harness(arguments: Sequence[str], log: Path) -> int:
-    """Run `lm_eval` with the user's arguments in a process of its own, with a log of its samples.
+    """Run `lm_eval` in a separate process and let it log its samples.
 
     Args:
-        arguments: Arguments of `lm_eval`.
-        log: The folder of its log, or a name ending in .json, as the harness's `--output_path` takes it.
+        arguments: The user's arguments for `lm_eval`.
+        log: Value of the harness's `--output_path`: a folder, or a name that ends in .json.
 
     Returns:
         The exit code of the harness.
@@ -64,13 +64,13 @@ def run_harness(arguments: Sequence[str], log: Path) -> int:
 
 
 def find_results(log: Path) -> set[Path]:
-    """Return the files of results that the harness has written for this `--output_path`, one per run."""
+    """Return the results files that the harness has written for this `--output_path`, one per run."""
     if log.suffix == ".json":
         return set(log.parent.glob(f"{log.stem}_*.json"))
     return set(log.glob("*/results_*.json"))
 
 
-# ---- read its log
+# ---- read the log
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class HarnessAnswers:
 
     Attributes:
         name: Name of the task or the group.
-        tasks: Task -> its file of samples. A group has several.
+        tasks: Task -> its file of samples. A group has several tasks.
         answers: The answers.
     """
 
@@ -89,7 +89,7 @@ class HarnessAnswers:
 
     @property
     def title(self) -> str:
-        """The name; that of a group says how many tasks are pooled."""
+        """The name, for a group with the number of pooled tasks."""
         if len(self.tasks) == 1:
             return self.name
         return f"{self.name} (pooled, {len(self.tasks)} tasks)"
@@ -97,13 +97,13 @@ class HarnessAnswers:
 
 @dataclass(frozen=True)
 class HarnessLog:
-    """What a run of the harness logged.
+    """The log of one run of the harness.
 
     Attributes:
-        model: Name of the model, as a page can show it.
-        names: How the files of samples are read.
+        model: Name of the model, in a form that a page accepts.
+        names: Column names for reading the files of samples.
         parts: The groups, then the tasks.
-        problems: Why a task could not be measured: it generates text, for example.
+        problems: One line for each task that could not be measured, for example because it generates text.
     """
 
     model: str
@@ -113,7 +113,7 @@ class HarnessLog:
 
     @property
     def outer_parts(self) -> list[HarnessAnswers]:
-        """The parts whose tasks are not among those of a larger part: a group, but not its tasks."""
+        """The parts that are not contained in a larger part: a group, but not the tasks in it."""
         kept: list[HarnessAnswers] = []
         for part in sorted(self.parts, key=lambda part: len(part.tasks), reverse=True):
             is_inside = any(part.tasks.keys() <= other.tasks.keys() for other in kept)
@@ -123,10 +123,10 @@ class HarnessLog:
 
 
 def read_log(results: Path, *, length_normalised: bool = False) -> HarnessLog:
-    """Read the log of a run: every task, and every group with the answers of all of its tasks.
+    """Read the log of a run: every task, and every group with the pooled answers of its tasks.
 
     Args:
-        results: The file `results_DATE.json`; the samples are next to it.
+        results: The file `results_DATE.json`. The files of samples are next to it.
         length_normalised: Whether log-likelihoods are divided by the length of their choice, as in `acc_norm`.
     """
     names = ColumnNames(format="lm-eval", length_normalised=length_normalised)
@@ -153,7 +153,7 @@ def read_log(results: Path, *, length_normalised: bool = False) -> HarnessLog:
 
 
 def list_group_tasks(subtasks: Mapping[str, Sequence[str]], group: str) -> list[str]:
-    """Return the tasks of a group and of the groups below it, each once.
+    """Return the tasks of a group and of its subgroups, without duplicates.
 
     >>> list_group_tasks({"mmlu": ["stem", "law"], "stem": ["physics", "algebra"]}, "mmlu")
     ['physics', 'algebra', 'law']
@@ -166,12 +166,12 @@ def list_group_tasks(subtasks: Mapping[str, Sequence[str]], group: str) -> list[
 
 
 def pool_answers(group: str, members: Sequence[HarnessAnswers], source: Path) -> HarnessAnswers:
-    """Pool the answers of several tasks. Every answer counts once, so a large task counts for more than a small one.
+    """Pool the answers of several tasks. All answers have the same weight, so larger tasks count more.
 
     Args:
         group: Name of the group.
-        members: Its tasks.
-        source: The file that errors name.
+        members: The tasks of the group.
+        source: The file that error messages name.
     """
     questions: list[str] = []
     for member in members:
@@ -189,12 +189,12 @@ def pool_answers(group: str, members: Sequence[HarnessAnswers], source: Path) ->
 
 
 def name_questions(task: str, answers: GradedAnswers) -> list[str]:
-    """Return the ids of the questions with the task in front: two tasks may number their documents alike."""
+    """Return question ids that start with the task, since two tasks may use the same ids."""
     return [f"{task} {question}" for question in answers.question or ()]
 
 
 def make_model_name(document: Mapping[str, Any]) -> str:
-    """Return the last part of the model's path or hub name, with other characters than letters, digits and ._- as _.
+    """Return the last part of the model's path or hub name, in a form that a page accepts.
 
     >>> make_model_name({"model_name": "EleutherAI/pythia-14m"})
     'pythia-14m'
@@ -204,7 +204,10 @@ def make_model_name(document: Mapping[str, Any]) -> str:
 
 
 def make_page_name(name: str) -> str:
-    """Return a name that a page accepts. A longer one keeps its start, and a digest that tells it from others.
+    """Return a name that a page accepts.
+
+    Characters other than letters, digits and ._- become _. A name that is too long is cut and ends in a digest of the
+    whole name, which keeps it unique.
 
     >>> make_page_name("mmlu::stem")
     'mmlu__stem'
@@ -215,13 +218,14 @@ def make_page_name(name: str) -> str:
     if len(plain) <= MAX_NAME_LENGTH:
         return plain
     digest = sha256(name.encode()).hexdigest()[:8]
-    return f"{plain[: MAX_NAME_LENGTH - 9]}-{digest}"
+    ending = f"-{digest}"
+    return plain[: MAX_NAME_LENGTH - len(ending)] + ending
 
 
 def list_page_rows(log: HarnessLog) -> Iterator[dict[str, Any]]:
-    """Yield a row for each answer, in the form of `catto report`.
+    """Yield a row for each answer, in a form that `catto report` reads.
 
-    A group is one task: the first screen of a page averages over tasks, and would average over those of the group.
+    All tasks of a group are reported as one task. Otherwise the page would show their average instead of the group.
     """
     for part in log.outer_parts:
         index = 0
@@ -238,42 +242,49 @@ def list_page_rows(log: HarnessLog) -> Iterator[dict[str, Any]]:
                 index += 1
 
 
-# ---- metrics for the files of tasks
+# ---- metrics for task files
 
 
 def process_answer_key(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
-    """Grade a document whose `answerKey` is one of the labels of its `choices`, as a `process_results` function.
+    """Grade a document whose `answerKey` is one of the labels in its `choices`.
+
+    Task files name this function as `process_results`.
 
     Args:
         doc: The document.
         results: (log-likelihood, is greedy) of each choice.
 
     Returns:
-        Metric -> the value of this document.
+        Metric -> its value for this document.
     """
     labels = list(doc["choices"]["label"])
     return grade_choices(results, labels.index(doc["answerKey"].strip()))
 
 
 def process_label(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, Any]:
-    """Grade a document whose `label` is the number of the right choice, as a `process_results` function.
+    """Grade a document whose `label` is the index of the right choice.
+
+    Task files name this function as `process_results`.
 
     Args:
         doc: The document.
         results: (log-likelihood, is greedy) of each choice.
 
     Returns:
-        Metric -> the value of this document.
+        Metric -> its value for this document.
     """
     return grade_choices(results, int(doc["label"]))
 
 
 def grade_choices(results: Sequence[tuple[float, bool]], gold: int) -> dict[str, Any]:
-    """Return accuracy and Brier score of a document, and its confidence and grade for the metrics of all documents.
+    """Return the metrics of one document.
+
+    `acc` and `brier` are numbers. `ece` and `auroc` are computed from all documents together, so their values are the
+    pair (confidence, is correct) that `aggregate_ece` and `aggregate_auroc` receive.
 
     Args:
         results: (log-likelihood, is greedy) of each choice.
-        gold: Number of the right choice.
+        gold: Index of the right choice.
 
     >>> from math import log
     >>> graded = grade_choices([(log(0.2), False), (log(0.6), True)], gold=1)
@@ -292,12 +303,20 @@ def grade_choices(results: Sequence[tuple[float, bool]], gold: int) -> dict[str,
 
 
 def aggregate_ece(answers: Iterable[tuple[float, bool]]) -> float:
-    """Return the ECE with 20 bins of (confidence, is correct), one per document."""
+    """Return the ECE with 20 bins.
+
+    Args:
+        answers: (confidence, is correct) of each document.
+    """
     confidence, correct = zip(*answers, strict=True)
     return float(ece(confidence, correct))
 
 
 def aggregate_auroc(answers: Iterable[tuple[float, bool]]) -> float:
-    """Return the AUROC of (confidence, is correct), one per document; nan if all are right or all are wrong."""
+    """Return the AUROC; nan if all documents are right or all are wrong.
+
+    Args:
+        answers: (confidence, is correct) of each document.
+    """
     confidence, correct = zip(*answers, strict=True)
     return float(auroc(confidence, correct))

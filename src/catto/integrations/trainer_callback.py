@@ -1,4 +1,4 @@
-"""Measure the confidence of a model while any Trainer of Transformers or TRL trains it."""
+"""Measure the confidence of a model during training with any Trainer of Transformers or TRL."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 MEASURED = ("accuracy", "mean_confidence", "ece", "brier")
 PREFIX = "eval_reliability_"
-# Enough for the band in a figure. An evaluation in the middle of a training should not wait for more.
+# Enough for the band in a figure; more draws would slow down every evaluation during training.
 NULL_DRAWS = 200
 
 
 @dataclass(frozen=True)
 class ReliabilityLog:
-    """What one evaluation sends to the trackers.
+    """The results of one evaluation, as sent to the trackers.
 
     Attributes:
         step: Number of optimizer steps so far.
-        numbers: Name without prefix -> value in [0, 1].
+        numbers: Metric name without prefix -> value in [0, 1].
         figure: The reliability diagram.
         output_dir: The trainer's output folder.
     """
@@ -51,7 +51,7 @@ class ReliabilityLog:
     output_dir: Path
 
     def with_prefix(self, prefix: str) -> dict[str, float]:
-        """Return the numbers under full names."""
+        """Return the numbers with a prefix before each name."""
         return {prefix + name: value for name, value in self.numbers.items()}
 
 
@@ -59,18 +59,18 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
     """Answer held-out questions at every evaluation, and log how reliable the confidences are.
 
     The numbers are `eval_reliability_accuracy`, `_mean_confidence`, `_ece`, `_brier` and `_fallback_rate`. They are
-    added to the metrics of the evaluation, so `metric_for_best_model="reliability_ece"` works. They and the reliability
-    diagram go to every tracker in `report_to` that is a key of `TRACKERS`.
+    added to the metrics of the evaluation, so `metric_for_best_model="reliability_ece"` works. The numbers and the
+    reliability diagram are logged to every tracker in `report_to` that is a key of `TRACKERS`.
 
-    Questions are asked as `catto.evaluate` asks them. Every process answers all questions, because a sharded model
-    needs every process in each forward pass; the main process logs. With several evaluation datasets the questions are
-    answered once per dataset.
+    Questions are asked in the same way as by `catto.evaluate`. Every process answers all questions, because a sharded
+    model needs every process in each forward pass, but only the main process logs. With several evaluation datasets,
+    the questions are answered once per dataset.
 
     Args:
-        questions: Held-out questions, as `catto.load_questions` returns them.
+        questions: Held-out questions, as returned by `catto.load_questions`.
         tokenizer: Tokenizer with a chat template.
-        batch_size: Number of responses that are generated at once.
-        bins: Number of bins of the ECE and the diagram.
+        batch_size: Number of responses generated at the same time.
+        bins: Number of bins for the ECE and the diagram.
         reasoning: Whether the model is asked to reason before it answers.
         max_tokens: Maximum number of generated tokens per response.
     """
@@ -96,7 +96,7 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
         self.max_tokens = max_tokens
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Answer the questions, add the numbers to the evaluation's metrics, and log numbers and diagram."""
+        """Answer the questions, add the numbers to the metrics of the evaluation, and log numbers and diagram."""
         predictions = evaluate_model(
             kwargs["model"],
             self.tokenizer,
@@ -120,14 +120,14 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
 
 
 class ValidationReliability(TrainerCallback):  # type: ignore[misc]
-    """Log how reliable the label confidences are that catto's own trainers measure at every evaluation.
+    """Log how reliable the label confidences are that catto's own trainers compute at every evaluation.
 
-    `catto run` adds it where the recipe's `trl` block names a tracker. The trainer has already computed the
-    confidences after reasoning that was sampled once, so nothing is generated.
+    `catto run` adds this callback if the recipe's `trl` block names a tracker. It generates nothing: the trainer has
+    already computed the confidences, after reasoning that was sampled once.
 
     Args:
-        trainer: The trainer, whose `validation` is not empty.
-        bins: Number of bins of the ECE and the diagram.
+        trainer: A trainer whose `validation` is not empty.
+        bins: Number of bins for the ECE and the diagram.
     """
 
     def __init__(self, trainer: MonitoredTrainer, *, bins: int = 20) -> None:
@@ -136,9 +136,11 @@ class ValidationReliability(TrainerCallback):  # type: ignore[misc]
         self.logged_step: int | None = None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log numbers and diagram, once per step: each of several datasets ends with this event."""
+        """Log numbers and diagram once per step, although this event occurs after every evaluation dataset."""
+        if not state.is_world_process_zero or state.global_step == self.logged_step:
+            return
         answers = self.trainer.validation_answers
-        if answers is None or not state.is_world_process_zero or state.global_step == self.logged_step:
+        if answers is None:
             return
         self.logged_step = state.global_step
         measured = LoggedAnswers(answers.confidence, answers.correct, None)
@@ -147,12 +149,12 @@ class ValidationReliability(TrainerCallback):  # type: ignore[misc]
 
 
 class LoggedAnswers(NamedTuple):
-    """What is logged of N answers.
+    """N answers, as columns.
 
     Attributes:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans.
-        sources: How the answers were parsed; None if none was.
+        sources: How the answers were parsed; None if they did not have to be parsed.
     """
 
     confidence: Floats
@@ -161,7 +163,7 @@ class LoggedAnswers(NamedTuple):
 
 
 def gather_logged_answers(predictions: Sequence[Prediction]) -> LoggedAnswers:
-    """Return predictions as columns."""
+    """Convert predictions to columns."""
     confidence = np.array([prediction.confidence for prediction in predictions], dtype=np.float64)
     correct = np.array([prediction.is_correct for prediction in predictions], dtype=np.bool_)
     return LoggedAnswers(confidence, correct, ParseCounts.of(prediction.source for prediction in predictions))
@@ -187,7 +189,7 @@ def make_log(answers: LoggedAnswers, *, step: int, bins: int, output_dir: Path) 
 
 
 def draw_panel(panel: Panel) -> Figure:
-    """Draw one reliability diagram in the common style."""
+    """Draw one reliability diagram in the style of all catto figures."""
     with matplotlib.rc_context({"figure.dpi": 100}, STYLE):
         figure = reliability_figure([panel])
         ConstrainedLayoutEngine(w_pad=0.1).execute(figure)
@@ -198,7 +200,7 @@ def draw_panel(panel: Panel) -> Figure:
 
 
 def list_trackers(report_to: str | Sequence[str] | None) -> list[str]:
-    """Return the names in `report_to` that this module can log to.
+    """Return the trackers in `report_to` that this module supports.
 
     >>> list_trackers(["tensorboard", "comet_ml"])
     ['tensorboard']
@@ -214,13 +216,13 @@ def list_trackers(report_to: str | Sequence[str] | None) -> list[str]:
 
 
 def send_to_trackers(record: ReliabilityLog, report_to: str | Sequence[str] | None) -> None:
-    """Log to every tracker in `report_to` that this module knows."""
+    """Log to every tracker in `report_to` that this module supports."""
     for tracker in list_trackers(report_to):
         TRACKERS[tracker](record)
 
 
 def _log_to_tensorboard(record: ReliabilityLog) -> None:
-    """Write a run of its own below the trainer's: TensorBoard follows only the newest event file of a folder."""
+    """Write to a folder below the trainer's, since TensorBoard follows only the newest event file of a folder."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder = find_tensorboard_folder(record.output_dir) / "reliability"
@@ -233,7 +235,7 @@ def _log_to_tensorboard(record: ReliabilityLog) -> None:
 def find_tensorboard_folder(output_dir: Path) -> Path:
     """Return the folder that the trainer's own TensorBoard callback writes to.
 
-    It is `TENSORBOARD_LOGGING_DIR`, else the newest folder in `runs` of the output folder.
+    It is `TENSORBOARD_LOGGING_DIR` if that is set, otherwise the newest folder in `output_dir/runs`.
     """
     from_environment = os.environ.get("TENSORBOARD_LOGGING_DIR")
     if from_environment:
@@ -249,7 +251,7 @@ def _log_to_wandb(record: ReliabilityLog) -> None:
     import wandb
 
     if wandb.run is None:
-        logger.warning("W&B has no active run: the reliability diagram is not logged")
+        logger.warning("the reliability diagram is not logged: W&B has no active run")
         return
     values: dict[str, Any] = dict(record.with_prefix("eval/reliability_"))
     values["eval/reliability"] = wandb.Image(_read_pixels(record.figure))
@@ -260,7 +262,7 @@ def _log_to_mlflow(record: ReliabilityLog) -> None:
     import mlflow
 
     if mlflow.active_run() is None:
-        logger.warning("MLflow has no active run: the reliability diagram is not logged")
+        logger.warning("the reliability diagram is not logged: MLflow has no active run")
         return
     mlflow.log_metrics(record.with_prefix(PREFIX), step=record.step)
     mlflow.log_image(_read_pixels(record.figure), f"reliability/step-{record.step}.png")
@@ -275,6 +277,7 @@ def _log_to_trackio(record: ReliabilityLog) -> None:
 
 
 def _read_pixels(figure: Figure) -> Any:
+    """Render a figure as a PIL image."""
     from PIL import Image
 
     content = io.BytesIO()
