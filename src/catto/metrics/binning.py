@@ -1,10 +1,12 @@
-"""Checked columns, confidence bins, and groups of rows with equal confidence: what every metric is computed from.
+"""Check columns, and sort their rows into confidence bins and groups of equal confidence: the basis of every metric.
+
+As in the paper, `c` is the confidence of a row, and `z` says whether the row is right.
 
 Bins are right-closed, `(edge[k], edge[k+1]]`, and confidence 0 belongs to the first one. Equal-width edges are `k / M`
-as float64 computes it, so a confidence written as `k / M` lies in bin k exactly.
+as float64 computes it, so a confidence written as `k / M` lies in the k-th bin exactly.
 
-Every metric takes an optional `weight`: how often each row counts, as scikit-learn's `sample_weight`. A weight of shape
-(N,) gives one number. A weight of shape (R, N) gives R numbers, one for each row of the weight: this is how the
+Every metric accepts an optional `weight`: how often each row counts, like scikit-learn's `sample_weight`. A weight of
+shape (N,) gives one number. A weight of shape (R, N) gives R numbers, one for each row of the weight: this is how the
 bootstrap and the null band compute many resamples in one call.
 """
 
@@ -17,20 +19,20 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from catto.metrics.sharing import keep_last
+from catto.metrics.sharing import reuse_last_result
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.intp]
 Strategy = Literal["width", "mass"]
-# What a metric returns: a float, or (R,) float64 where its weight has shape (R, N). Static types do not see shapes.
+# The result of a metric: a float, or (R,) float64 if its weight has shape (R, N). Static types do not see shapes.
 Score = Any
 
-# Columns per pass: temporaries of this length stay in the cache and are never mapped afresh by the allocator.
+# Columns per pass. Temporary arrays of this length fit the cache, and the allocator reuses their memory.
 BLOCK = 1 << 14
 
 
-@keep_last
+@reuse_last_result
 def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
     """Return both columns as float64 and bool.
 
@@ -68,15 +70,15 @@ def check_confidence(confidence: ArrayLike) -> Floats:
         confidence: (N,) numbers in [0, 1], N >= 1.
 
     Raises:
-        ValueError: The column is empty or holds no numbers, or one is not in [0, 1]; the message names the first such
-            row.
+        ValueError: The column is empty, or not all of its values are numbers in [0, 1]; the message names the first
+            bad row.
 
     >>> check_confidence([0, 1]).tolist()
     [0.0, 1.0]
     """
     column = _as_column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]")
     c = column.astype(np.float64, copy=False)
-    # A nan makes both comparisons false.
+    # Both comparisons are False for nan.
     in_range = c.min() >= 0.0 and c.max() <= 1.0
     if not in_range:
         row = int(np.flatnonzero(~((c >= 0.0) & (c <= 1.0)))[0])
@@ -84,16 +86,16 @@ def check_confidence(confidence: ArrayLike) -> Floats:
     return c
 
 
-@keep_last
+@reuse_last_result
 def check_weight(weight: ArrayLike, rows: int) -> Floats:
     """Return the weights as float64.
 
     Args:
-        weight: (N,) or (R, N) finite numbers of at least 0. Every weighting of the N rows has one above 0.
+        weight: (N,) or (R, N) finite numbers of at least 0, not all 0 in any weighting of the N rows.
         rows: N.
 
     Raises:
-        ValueError: The weights have another shape, or are not such numbers.
+        ValueError: The shape is different, or a number is out of range.
 
     >>> check_weight([2, 0], rows=2).tolist()
     [2.0, 0.0]
@@ -105,16 +107,16 @@ def check_weight(weight: ArrayLike, rows: int) -> Floats:
         raise ValueError(f"weight has dtype {w.dtype}, expected numbers")
     w = w.astype(np.float64, copy=False)
     total = total_weight(w)
-    # A nan makes both comparisons false.
-    valid = w.min() >= 0.0 and np.isfinite(total).all()
-    if not valid:
+    # If a weight is nan, so are the minimum and its total, and both checks fail.
+    is_valid = w.min() >= 0.0 and np.isfinite(total).all()
+    if not is_valid:
         raise ValueError("weight must be finite numbers of at least 0")
     if not np.all(total > 0.0):
         raise ValueError("weight is 0 in every row")
     return w
 
 
-@keep_last
+@reuse_last_result
 def total_weight(weight: Floats) -> Floats:
     """Return the sum over the rows of each weighting. (..., N) -> (...)."""
     return np.asarray(weight.sum(axis=-1))
@@ -127,7 +129,14 @@ def _as_column(
     kinds: str,
     expected: str,
 ) -> NDArray[np.generic]:
-    """Return the values as an array, or raise a ValueError; `kinds` are the letters of the NumPy dtypes allowed."""
+    """Return the values as a one-dimensional array, or raise a ValueError.
+
+    Args:
+        values: The column.
+        name: Name of the column, for error messages.
+        kinds: The allowed kinds of NumPy dtypes, one letter each.
+        expected: The allowed values, for error messages.
+    """
     column = np.asarray(values)
     if column.ndim != 1:
         raise ValueError(f"{name} has shape {column.shape}, expected one dimension")
@@ -150,7 +159,7 @@ def mean_score(score: Floats | Bools, weight: ArrayLike | None) -> Score:
 
     Args:
         score: (N,).
-        weight: (N,), (R, N), or None where every row counts once.
+        weight: (N,), (R, N), or None if every row counts once.
 
     >>> mean_score(np.array([1.0, 4.0]), weight=[2, 1])
     2.0
@@ -162,7 +171,7 @@ def mean_score(score: Floats | Bools, weight: ArrayLike | None) -> Score:
 
 
 def split_blocks(length: int) -> Iterator[slice]:
-    """Cut so many columns into slices of at most BLOCK."""
+    """Yield slices of at most BLOCK columns that together cover `length` columns."""
     for start in range(0, length, BLOCK):
         yield slice(start, min(start + BLOCK, length))
 
@@ -181,15 +190,15 @@ def bin_edges(
     Args:
         confidence: (N,), checked.
         bins: Number of bins M.
-        strategy: `width` gives M + 1 edges `k / M`. `mass` gives the confidences of order k/M; equal ones collapse, so
-            equal confidences are never split and there may be fewer than M bins.
+        strategy: `width` gives M + 1 edges `k / M`. `mass` gives the k/M quantiles of the confidences. Equal quantiles
+            are merged, so equal confidences are never split, and there may be fewer than M bins.
         weight: (N,), checked. Only `mass` depends on it.
 
     Returns:
-        At most M + 1 rising numbers.
+        At most M + 1 numbers in increasing order.
 
     Raises:
-        ValueError: `bins` is no whole number of at least 1, or `strategy` is unknown.
+        ValueError: `bins` is not a whole number of at least 1, or `strategy` is unknown.
 
     >>> bin_edges(np.array([0.1, 0.2, 0.6]), 2).tolist()
     [0.0, 0.5, 1.0]
@@ -215,12 +224,13 @@ def _inner_quantiles(
         return confidence[:0]
     k = np.arange(1, bins)
     if weight is None:
-        # The k-th quantile is the ceil(kN/M)-th smallest value, in whole numbers: no interpolation, no rounding.
-        rank = -(-k * len(confidence) // bins) - 1
+        # The k-th quantile is the ceil(kN/M)-th smallest value, computed in integers to avoid rounding.
+        rank_from_one = -(-k * len(confidence) // bins)
+        rank = rank_from_one - 1
         return np.asarray(np.partition(confidence, np.unique(rank))[rank])
     order = np.argsort(confidence, kind="stable")
     weight_up_to = np.cumsum(weight[order])
-    # Both sides are times M, so that whole weights stay whole.
+    # Both sides are multiplied by M, so that whole weights stay whole.
     rank = np.searchsorted(bins * weight_up_to, k * weight_up_to[-1], side="left")
     return np.asarray(confidence[order[rank]])
 
@@ -230,7 +240,7 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
 
     Args:
         confidence: (N,), checked.
-        edges: (M + 1,), as `bin_edges` returns them. Equal-width edges take a faster way.
+        edges: (M + 1,), as `bin_edges` returns them. Equal-width edges use a faster method.
 
     >>> bin_index(np.array([0.0, 0.5, 0.6]), np.array([0.0, 0.5, 1.0])).tolist()
     [0, 0, 1]
@@ -240,8 +250,8 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
     has_equal_width = np.array_equal(edges, equal_width_edges)
     if not has_equal_width:
         return np.searchsorted(edges[1:], confidence, side="left")
-    # trunc(c * M) is the bin or, where c does not exceed that bin's lower edge, the one after it. Rounding of the
-    # product never moves it by more, so one comparison with the edge itself makes every k / M exact.
+    # trunc(c * M) is the bin, or the next one if c does not exceed that bin's lower edge. Rounding of the product never
+    # moves it further, so one comparison with the edge itself makes every k / M exact.
     lower_edges = equal_width_edges
     lower_edges[0] = -1.0  # confidence 0 belongs to the first bin
     index = (confidence * bins).astype(np.intp)
@@ -251,13 +261,13 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Rows per bin and their sums.
+    """The number of rows in each confidence bin, and the sums of their columns.
 
     Attributes:
-        edges: (M + 1,), rising from 0 to 1.
-        count: (M,) number of rows, or their weight; (R, M) under R weightings.
-        confidence_sum: Sum of the confidences of each bin, as `count` in shape.
-        correct_sum: Number of right rows, or their weight, as `count` in shape.
+        edges: (M + 1,), increasing from 0 to 1.
+        count: (M,) number of rows in each bin, or their weight; (R, M) for R weightings.
+        confidence_sum: Sum of the confidences in each bin, in the shape of `count`.
+        correct_sum: Number of right rows in each bin, or their weight, in the shape of `count`.
     """
 
     edges: Floats
@@ -277,17 +287,17 @@ class Reliability:
 
     @property
     def confidence(self) -> Floats:
-        """Mean confidence of each bin, nan where the bin is empty. (..., M)."""
+        """Mean confidence of each bin, nan for empty bins. (..., M)."""
         return self._divide_by_count(self.confidence_sum, empty=np.nan)
 
     @property
     def accuracy(self) -> Floats:
-        """Accuracy of each bin, nan where the bin is empty. (..., M)."""
+        """Accuracy of each bin, nan for empty bins. (..., M)."""
         return self._divide_by_count(self.correct_sum, empty=np.nan)
 
     @property
     def gap(self) -> Floats:
-        """Accuracy less mean confidence of each bin, 0 where the bin is empty. (..., M)."""
+        """Accuracy minus mean confidence of each bin, 0 for empty bins. (..., M)."""
         return self._divide_by_count(self.correct_sum - self.confidence_sum, empty=0.0)
 
     def _divide_by_count(self, sums: Floats, empty: float) -> Floats:
@@ -295,7 +305,7 @@ class Reliability:
         return np.divide(sums, self.count, out=out, where=self.count > 0)
 
 
-@keep_last
+@reuse_last_result
 def reliability(
     confidence: ArrayLike,
     correct: ArrayLike,
@@ -303,17 +313,18 @@ def reliability(
     strategy: Strategy = "width",
     weight: ArrayLike | None = None,
 ) -> Reliability:
-    """Sort rows into confidence bins: what a reliability diagram draws and binned metrics read.
+    """Sort rows into confidence bins, for reliability diagrams and binned metrics.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         bins: Number of bins M.
         strategy: Bins of equal `width` or of equal `mass`, see `bin_edges`.
-        weight: (N,) or (R, N), how often each row counts; None counts each once. Bins of equal mass take (N,) only.
+        weight: (N,) or (R, N), how often each row counts; None counts each row once. Bins of equal mass accept (N,)
+            only.
 
     Returns:
-        The sums of each bin, (M,), or (R, M) for a weight of shape (R, N).
+        The count and the sums of each bin, (M,), or (R, M) for a weight of shape (R, N).
 
     Raises:
         ValueError: A column, the weight or `bins` is out of range, or bins of equal mass get a weight of shape (R, N).
@@ -324,6 +335,7 @@ def reliability(
     if weight is None:
         c, z = check_columns(confidence, correct)
         return _count_bins(c, z, bin_edges(c, bins, strategy))
+    # Rows grouped by confidence are sorted, so each bin is a slice that is summed for all weightings at once.
     groups = group_rows(confidence, correct, weight)
     if strategy == "mass" and groups.count.ndim > 1:
         raise ValueError("bins of equal mass need a weight of shape (N,), since their edges depend on it")
@@ -335,7 +347,7 @@ def _count_bins(
     correct: Bools,
     edges: Floats,
 ) -> Reliability:
-    """Count rows and sum confidence and correctness per bin, in one pass over rows in any order."""
+    """Count rows and sum confidence and correctness per bin, in one pass over unsorted rows."""
     bins = len(edges) - 1
     wrong_and_right = np.zeros((bins, 2), dtype=np.intp)
     confidence_sum = np.zeros(bins)
@@ -343,7 +355,7 @@ def _count_bins(
         c = confidence[block]
         index = bin_index(c, edges)
         confidence_sum += np.bincount(index, weights=c, minlength=bins)
-        # One count of 2 bin + correct gives the wrong and the right rows of every bin.
+        # Counting 2 * bin + correct yields the wrong and the right rows of every bin in one pass.
         index *= 2
         index += correct[block]
         wrong_and_right += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
@@ -352,16 +364,16 @@ def _count_bins(
 
 
 def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
-    """Sum the weights of groups per bin. Confidences rise, so each bin is a run of groups."""
+    """Sum the weights of the groups in each bin. Groups are sorted by confidence, so each bin is a slice of them."""
     inner_starts = np.searchsorted(groups.value, edges[1:-1], side="right")
     starts = np.concatenate(([0], inner_starts))
     ends = np.append(inner_starts, len(groups.value))
-    holds_groups = starts < ends
+    has_groups = starts < ends
 
     def sum_per_bin(column: Floats) -> Floats:
         sums = np.zeros((*column.shape[:-1], len(starts)))
-        # `reduceat` sums up to the next start; it would give an empty bin the value at its start.
-        sums[..., holds_groups] = np.add.reduceat(column, starts[holds_groups], axis=-1)
+        # `reduceat` sums up to the next start. For an empty bin, it would return the value at the bin's start.
+        sums[..., has_groups] = np.add.reduceat(column, starts[has_groups], axis=-1)
         return sums
 
     return Reliability(
@@ -372,7 +384,7 @@ def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
     )
 
 
-@keep_last
+@reuse_last_result
 def confidence_sums(count: Floats, value: Floats) -> Floats:
     """Return the sum of the confidences of each group. (..., G), (G,) -> (..., G)."""
     return count * value
@@ -383,12 +395,12 @@ def confidence_sums(count: Floats, value: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows of equal confidence together.
+    """Rows grouped by equal confidence.
 
     Attributes:
-        value: (G,) distinct confidences, rising.
-        count: (G,) number of rows, or their weight; (R, G) under R weightings.
-        right: Number of right rows, or their weight, as `count` in shape.
+        value: (G,) distinct confidences, in increasing order.
+        count: (G,) number of rows in each group, or their weight; (R, G) for R weightings.
+        right: Number of right rows in each group, or their weight, in the shape of `count`.
     """
 
     value: Floats
@@ -396,21 +408,21 @@ class Groups:
     right: Floats
 
 
-@keep_last
+@reuse_last_result
 def group_rows(
     confidence: ArrayLike,
     correct: ArrayLike,
     weight: ArrayLike | None = None,
 ) -> Groups:
-    """Group the rows by confidence, in rising order.
+    """Group the rows by confidence, in increasing order.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        weight: (N,) or (R, N), how often each row counts; None counts each once.
+        weight: (N,) or (R, N), how often each row counts; None counts each row once.
 
     Returns:
-        G <= N groups; (R, G) for a weight of shape (R, N).
+        G <= N groups; `count` and `right` are (R, G) for a weight of shape (R, N).
 
     >>> group_rows([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
     [1.0, 1.0]
@@ -419,7 +431,7 @@ def group_rows(
     if weight is None:
         return _group_counts(c, z)
     w = check_weight(weight, len(c))
-    if not _is_rising(c):
+    if not _is_sorted(c):
         order = np.argsort(c, kind="stable")
         c = c[order]
         z = z[order]
@@ -433,15 +445,15 @@ def group_rows(
     return Groups(c[starts], count, np.add.reduceat(right, starts, axis=-1))
 
 
-@keep_last
-def _is_rising(values: Floats) -> bool:
+@reuse_last_result
+def _is_sorted(values: Floats) -> bool:
     return bool(np.all(values[1:] >= values[:-1]))
 
 
 def _group_counts(confidence: Floats, correct: Bools) -> Groups:
-    """Group rows that count once each."""
-    # The bits of a float in [0, 1] sort as it does and leave the top bit free: one sort of whole numbers carries both
-    # columns, 3x faster than argsort.
+    """Group rows that each count once."""
+    # The bits of a float in [0, 1] sort like the float and leave the top bit free. One sort of integers that contain
+    # both columns is 3x faster than argsort.
     keys = sort_keys(confidence, correct)
     keys.sort()
     right = (keys & np.uint64(1)).astype(np.float64)
@@ -456,14 +468,14 @@ def _group_counts(confidence: Floats, correct: Bools) -> Groups:
 
 
 def sort_keys(confidence: Floats, correct: Bools) -> NDArray[np.uint64]:
-    """Return one whole number per row that sorts by confidence, then by correctness. (N,), (N,) -> (N,)."""
+    """Return one integer per row; the integers sort by confidence, then by correctness. (N,), (N,) -> (N,)."""
     keys = (confidence + 0.0).view(np.uint64)  # adding 0 turns -0 into 0
     keys <<= np.uint64(1)
     keys |= correct
     return keys
 
 
-@keep_last
+@reuse_last_result
 def run_starts(values: NDArray[Any]) -> Ints:
     """Return where each run of equal values begins. (N,) -> (G,).
 
@@ -474,12 +486,12 @@ def run_starts(values: NDArray[Any]) -> Ints:
 
 
 def rank_shares(confidence: Floats) -> Floats:
-    """Return the share of rows below each row, plus half of those with the same confidence. (N,) -> (N,).
+    """Return the share of rows below each row, plus half of the share with the same confidence. (N,) -> (N,).
 
     >>> rank_shares(np.array([0.9, 0.2])).tolist()
     [0.75, 0.25]
     """
-    rising = np.sort(confidence)
-    below = np.searchsorted(rising, confidence, side="left")
-    up_to = np.searchsorted(rising, confidence, side="right")
+    in_order = np.sort(confidence)
+    below = np.searchsorted(in_order, confidence, side="left")
+    up_to = np.searchsorted(in_order, confidence, side="right")
     return np.asarray((below + up_to) / (2.0 * len(confidence)))

@@ -34,7 +34,7 @@ from catto.metrics.binning import (
     to_score,
     total_weight,
 )
-from catto.metrics.sharing import keep_last
+from catto.metrics.sharing import reuse_last_result
 
 # Confidences come from float32 softmaxes, where 1.0 means anything above 1 - 2^-25: one wrong answer at confidence 1
 # then costs 16.6 nats, not infinity.
@@ -53,7 +53,7 @@ def accuracy(
     """Return the share of right rows.
 
     Args:
-        confidence: (N,) in [0, 1]. It is checked and not used.
+        confidence: (N,) in [0, 1]. It is validated but not used.
         correct: (N,) booleans or 0/1.
         weight: (N,) or (R, N), how often each row counts.
 
@@ -73,11 +73,11 @@ def mean_confidence(
     *,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return the mean confidence; a value above the accuracy is overconfidence.
+    """Return the mean confidence; a value above the accuracy means overconfidence.
 
     Args:
         confidence: (N,) in [0, 1].
-        correct: (N,) booleans or 0/1. It is checked and not used.
+        correct: (N,) booleans or 0/1. It is validated but not used.
         weight: (N,) or (R, N), how often each row counts.
 
     Returns:
@@ -96,9 +96,9 @@ def confidence_gap(
     *,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return mean confidence less accuracy; above 0 is overconfidence.
+    """Return mean confidence minus accuracy; a value above 0 means overconfidence.
 
-    It is a mean over rows, so its bootstrap interval is nominal, also for a calibrated model; that of ECE is not.
+    It is a mean over rows. Unlike that of ECE, its bootstrap interval has nominal coverage even for a calibrated model.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -115,7 +115,7 @@ def confidence_gap(
     return mean_score(_residuals(c, z), weight)
 
 
-@keep_last
+@reuse_last_result
 def _residuals(confidence: Floats, correct: Bools) -> Floats:
     return confidence - correct
 
@@ -143,7 +143,7 @@ def brier(
     return mean_score(_squared_residuals(c, z), weight)
 
 
-@keep_last
+@reuse_last_result
 def _squared_residuals(confidence: Floats, correct: Bools) -> Floats:
     distance = confidence - correct
     distance *= distance
@@ -173,7 +173,7 @@ def nll(
     return mean_score(_negative_log_likelihood(c, z), weight)
 
 
-@keep_last
+@reuse_last_result
 def _negative_log_likelihood(confidence: Floats, correct: Bools) -> Floats:
     likelihood = np.where(correct, confidence, 1.0 - confidence)
     clipped = np.clip(likelihood, EPSILON, 1.0 - EPSILON)
@@ -238,12 +238,12 @@ def ece_mass(
     bins: int = 20,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return ECE over bins that hold equally many rows; equal confidences share a bin.
+    """Return ECE over bins with equally many rows; equal confidences share a bin.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        bins: Number of bins M; there are fewer where equal confidences would be split.
+        bins: Number of bins M; there are fewer if equal confidences would be split.
         weight: (N,) or (R, N), how often each row counts. The edges depend on it.
 
     Returns:
@@ -254,7 +254,7 @@ def ece_mass(
     """
     if weight is None or np.ndim(weight) == 1:
         return to_score(_mean_gap(reliability(confidence, correct, bins, "mass", weight)))
-    # The edges depend on the weight, so each weighting has bins of its own.
+    # The edges depend on the weight, so each weighting has its own bins.
     c, z = check_columns(confidence, correct)
     return np.array([ece_mass(c, z, bins=bins, weight=one_weight) for one_weight in check_weight(weight, len(c))])
 
@@ -271,7 +271,7 @@ def mce(
     bins: int = 20,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return the maximum calibration error `max_m |acc_m - conf_m|` over bins of equal width that hold rows.
+    """Return the maximum calibration error `max_m |acc_m - conf_m|` over non-empty bins of equal width.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -322,14 +322,14 @@ def debiased_ece(
     bins: int = 20,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return ECE less its estimated bias (Kumar, Liang and Ma, 2019), at least 0.
+    """Return ECE minus its estimated bias (Kumar, Liang and Ma, 2019), at least 0.
 
-    A bin's accuracy is close to normal with variance `s^2 = acc (1 - acc) / n`, so |gap| exceeds the true gap in the
-    mean. The excess is estimated as `E|N(gap, s^2)| - |gap|`, in closed form, and subtracted:
+    A bin's accuracy is close to normal with variance `s^2 = acc (1 - acc) / n`, so |gap| exceeds the true gap
+    on average. The excess is estimated as `E|N(gap, s^2)| - |gap|`, in closed form, and subtracted:
         sum_m (n_m / N) (2 |gap_m| - E|N(gap_m, s_m^2)|).
-    It is the published correction of the L1 error itself (the Brocker and Ferro-Fricker ones correct its square), hence
-    comparable with ECE. It removes up to 40 % of the bias of a calibrated model, never all of it. A bin whose rows are
-    all right or all wrong has s = 0 and is left as it is.
+    This published correction applies to the L1 error itself (those of Brocker and Ferro-Fricker apply to its square),
+    so the result is comparable with ECE. It removes up to 40 % of the bias of a calibrated model, never all of it. A
+    bin whose rows are all right or all wrong has s = 0 and is not corrected.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -345,11 +345,12 @@ def debiased_ece(
     """
     sums = reliability(confidence, correct, bins, "width", weight)
     gap = np.abs(sums.gap)
-    # s = sqrt(n acc (1 - acc)) / n, from sums: the accuracy of an empty bin is nan, and with a count of 1 its s is 0.
+    # s = sqrt(n acc (1 - acc)) / n, computed from sums because the accuracy of an empty bin is nan. An empty bin gets a
+    # count of 1, which makes its s 0.
     count = np.where(sums.count > 0, sums.count, 1.0)
     variance_of_right_rows = sums.correct_sum * (count - sums.correct_sum) / count
     deviation = np.sqrt(variance_of_right_rows) / count
-    # The mean of |X| for X ~ N(gap, deviation^2); without deviation it is the gap.
+    # E|X| for X ~ N(gap, deviation^2). If the deviation is 0, the ratio is infinite and the mean is the gap.
     infinite = np.full_like(gap, np.inf)
     ratio = np.divide(gap, deviation, out=infinite, where=deviation > 0)
     spread_part = deviation * np.sqrt(2.0 / np.pi) * np.exp(-0.5 * ratio**2)
@@ -370,7 +371,7 @@ def check_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
         shape: (N, K), the shape of the scores that the indices point into.
 
     Raises:
-        ValueError: `gold` has another shape, holds no whole numbers, or one is not in [0, K).
+        ValueError: `gold` does not have shape (N,), or its values are not whole numbers in [0, K).
 
     >>> check_gold([1, 0], (2, 3)).tolist()
     [1, 0]
@@ -378,9 +379,11 @@ def check_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
     index = np.asarray(gold)
     if index.shape != shape[:1]:
         raise ValueError(f"gold has shape {index.shape}, expected ({shape[0]},)")
+    classes = shape[1]
     has_whole_numbers = index.dtype.kind in "iu" and len(index) > 0
-    if not has_whole_numbers or index.min() < 0 or index.max() >= shape[1]:
-        raise ValueError(f"gold must be whole numbers from 0 to {shape[1] - 1}, one per row")
+    in_range = has_whole_numbers and index.min() >= 0 and index.max() < classes
+    if not in_range:
+        raise ValueError(f"gold must be whole numbers from 0 to {classes - 1}, one per row")
     return index.astype(np.intp)
 
 
@@ -389,7 +392,7 @@ def check_gold(gold: ArrayLike, shape: tuple[int, ...]) -> Ints:
 
 @dataclass(frozen=True)
 class BrierSplit:
-    """Parts of the Brier score; `total` is the score itself, exactly, for any bins.
+    """Parts of the Brier score; for any bins, `total` is exactly the score.
 
     Attributes:
         reliability: Mean of (acc_m - conf_m)^2.
@@ -419,7 +422,7 @@ def brier_split(
     bins: int = 20,
     strategy: Strategy = "width",
 ) -> BrierSplit:
-    """Split the Brier score; the two within-bin terms vanish where each bin holds one confidence.
+    """Split the Brier score; the two within-bin terms vanish if each bin contains a single confidence.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -435,7 +438,7 @@ def brier_split(
     sums = reliability(c, z, bins, strategy)
     bin_of_row = bin_index(c, bin_edges(c, bins, strategy))
     base_rate = float(z.mean())
-    # acc_m - acc, from sums: the accuracy of an empty bin is nan, and here it is 0.
+    # acc_m - acc, computed from sums so that it is 0 for an empty bin, whose accuracy is nan.
     accuracy_offset = (sums.correct_sum - base_rate * sums.count) / np.maximum(sums.count, 1)
     confidence_offset = c - sums.confidence[bin_of_row]
     correct_offset = z - sums.accuracy[bin_of_row]
@@ -450,8 +453,8 @@ def brier_split(
 
 # ---- smooth calibration error
 
-# Cells of the grid on [0, 1]. A grid is fine enough for bandwidths of at least FINE_ENOUGH cells; for smaller ones, a
-# finer grid is taken, up to MOST_CELLS.
+# Number of cells in the grid on [0, 1]. A grid is fine enough if the bandwidth is at least FINE_ENOUGH cells wide;
+# otherwise a finer grid is used, up to MOST_CELLS.
 FEWEST_CELLS = 1 << 9
 MOST_CELLS = 1 << 16
 FINE_ENOUGH = 8
@@ -469,7 +472,7 @@ def smooth_ece(
     It is the bandwidth sigma at which the smoothed error equals the bandwidth. With the Gaussian kernel K reflected at
     0 and 1,
         smECE_sigma = integral over t in [0, 1] of | mean_i K_sigma(t, c_i) (z_i - c_i) |,
-    which falls with sigma, so `smECE_sigma = sigma` has one solution. Residuals are spread linearly onto a grid and
+    which decreases with sigma, so `smECE_sigma = sigma` has one solution. Residuals are spread linearly onto a grid and
     smoothed in the cosine basis, where the reflected kernel is diagonal: O(N + G log G).
 
     Args:
@@ -497,9 +500,9 @@ def _find_bandwidth(residual: Floats, value: Floats, total: float) -> float:
     """Return the smECE of one weighting, on a grid that is fine enough for it.
 
     Args:
-        residual: (G,) number of right rows less the sum of confidences, of each group.
-        value: (G,) confidence of each group, rising.
-        total: Number of rows, or their weight.
+        residual: (G,) number of right rows minus the sum of confidences, for each group.
+        value: (G,) confidence of each group, in increasing order.
+        total: Number of rows, or their total weight.
     """
     if not residual.any():
         return 0.0
@@ -510,15 +513,18 @@ def _find_bandwidth(residual: Floats, value: Floats, total: float) -> float:
         is_fine_enough = sigma * cells >= FINE_ENOUGH
         if is_fine_enough or cells == MOST_CELLS:
             return sigma
-        finer = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
-        cells = min(MOST_CELLS, max(2 * cells, finer))
+        # The next power of two at which this bandwidth is FINE_ENOUGH cells wide.
+        cells_needed = 2 ** ceil(log2(FINE_ENOUGH / max(sigma, TOLERANCE)))
+        cells = min(MOST_CELLS, max(2 * cells, cells_needed))
 
 
 class _Cells(NamedTuple):
-    """Where the G groups of equal confidence lie on a grid.
+    """The positions of G groups of equal confidence on a grid.
 
-    `starts` is the first group of each cell that holds any, `filled` the numbers of these cells. `offset` is each
-    group's distance from the lower node of its cell, (G,) in [0, 1].
+    Attributes:
+        starts: Index of the first group in each non-empty cell.
+        filled: Indices of the non-empty cells.
+        offset: (G,) distance of each group from the lower node of its cell, in cell widths.
     """
 
     starts: Ints
@@ -526,10 +532,10 @@ class _Cells(NamedTuple):
     offset: Floats
 
 
-@keep_last
+@reuse_last_result
 def _assign_cells(value: Floats, cells: int) -> _Cells:
     position = value * cells
-    cell = np.minimum(position.astype(np.intp), cells - 1)
+    cell = np.minimum(position.astype(np.intp), cells - 1)  # confidence 1 belongs to the last cell
     starts = run_starts(cell)
     return _Cells(starts, filled=cell[starts], offset=position - cell)
 
@@ -549,10 +555,11 @@ def _spread_mass(
 
 
 @lru_cache(maxsize=8)
-def _frequencies(cells: int) -> tuple[Floats, Floats]:
-    """Return each frequency's factor of spreading onto two nodes, and the log of its factor in a kernel of width 1.
+def _damping_factors(cells: int) -> tuple[Floats, Floats]:
+    """Return how two kinds of smoothing damp each frequency of the cosine basis.
 
-    The log is negative: the kernel damps high frequencies.
+    Returns:
+        The factor of spreading mass onto two nodes, and the log of the factor of a Gaussian kernel of bandwidth 1.
     """
     frequency = np.arange(cells + 1.0)
     spread = np.sinc(frequency / (2 * cells)) ** 2
@@ -564,17 +571,17 @@ def _solve_bandwidth(mass: Floats, cells: int) -> float:
     """Return the sigma at which the smoothed error of the mass on the nodes is sigma itself. mass: (cells + 1,)."""
     from scipy.optimize import brentq
 
-    spread, decay = _frequencies(cells)
+    spread, decay = _damping_factors(cells)
     total_mass = abs(float(mass.sum()))
-    # On the circle of length 2 that unfolds [0, 1], an end node is its own mirror image and so carries both masses.
+    # Reflection unfolds [0, 1] into a circle of length 2. An end node is its own mirror image: its mass counts twice.
     on_circle = mass.copy()
     on_circle[[0, -1]] *= 2.0
     unfolded = np.concatenate((on_circle, on_circle[-2:0:-1]))
-    # Spreading a mass onto two nodes smoothed it; dividing by the factor of that takes the smoothing back.
+    # Spreading mass onto two nodes has smoothed it. Dividing by the damping factor undoes this.
     spectrum = np.fft.rfft(unfolded).real / spread
 
     def excess_at(sigma: float) -> float:
-        # Beyond these frequencies the kernel is below 1e-16. brentq may try a sigma of 0 or just below it.
+        # At higher frequencies, the kernel is below exp(-8.6^2 / 2) < 1e-16. brentq may try a sigma of 0 or just below.
         highest_kept = int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))
         kept = min(cells, highest_kept) + 1
         smoothed = np.zeros(cells + 1)
@@ -583,6 +590,6 @@ def _solve_bandwidth(mass: Floats, cells: int) -> float:
         integral = float(density.sum() - 0.5 * (density[0] + density[-1]))
         return integral - sigma
 
-    # No smoothing takes the integral of |density| below |total mass|, so the solution lies between that and 1.
+    # Smoothing cannot reduce the integral of |density| below |total mass|, so the solution lies between that and 1.
     sigma = float(brentq(excess_at, total_mass - TOLERANCE, 1.0 + TOLERANCE, xtol=TOLERANCE))
     return min(1.0, sigma)

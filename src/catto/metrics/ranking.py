@@ -28,7 +28,7 @@ from catto.metrics.binning import (
     total_weight,
 )
 from catto.metrics.resampling import BootstrapOptions
-from catto.metrics.sharing import keep_last
+from catto.metrics.sharing import reuse_last_result
 from catto.metrics.statistics import ratio_interval
 
 
@@ -38,7 +38,7 @@ def auroc(
     *,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return P(confidence of a right row > of a wrong row), where ties count half.
+    """Return P(confidence of a right row > confidence of a wrong row); ties count half.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -46,7 +46,7 @@ def auroc(
         weight: (N,) or (R, N), how often each row counts.
 
     Returns:
-        A number in [0, 1], nan where all rows are right or all wrong; (R,) for a weight of shape (R, N).
+        A number in [0, 1], nan if all rows are right or all are wrong; (R,) for a weight of shape (R, N).
 
     >>> auroc([0.9, 0.4, 0.6], [True, False, False])
     1.0
@@ -55,7 +55,7 @@ def auroc(
     total = total_weight(groups.count)
     right_total = groups.right.sum(axis=-1)
     at_least = _sum_from_above(groups.count)
-    # A right row loses to the rows above it and to half of its group; the pairs of right rows are half won, half lost.
+    # A right row loses to all rows above it and to half of its group. Among pairs of right rows, half are lost.
     lost = np.zeros(np.shape(total))
     for block in split_blocks(len(groups.value)):
         above = at_least[..., block] - 0.5 * groups.count[..., block]
@@ -94,7 +94,7 @@ def e_aurc(
     *,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return AURC above that of the best order of the same answers (all errors last); 0 for a perfect order.
+    """Return AURC minus that of the best order of the same answers (all errors last); 0 for a perfect order.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -110,27 +110,28 @@ def e_aurc(
     groups = group_rows(confidence, correct, weight)
     right = groups.right.sum(axis=-1)
     wrong = groups.count.sum(axis=-1) - right
-    none = np.zeros_like(right)
+    no_rows = np.zeros_like(right)
     best_order = Groups(
         value=np.array([0.0, 1.0]),
         count=np.stack([wrong, right], axis=-1),
-        right=np.stack([none, right], axis=-1),
+        right=np.stack([no_rows, right], axis=-1),
     )
     excess = _area_of_groups(groups) - _area_of_groups(best_order)
     return to_score(np.maximum(0.0, excess))
 
 
-@keep_last
+@reuse_last_result
 def _sum_from_above(count: Floats) -> Ints | Floats:
     """Return the number of rows that are at least as confident as each group, and 0 at the end. (..., G + 1).
 
-    Whole counts give whole numbers, whose sums are 3x as fast.
+    If all counts are whole numbers, so are the results: sums of integers are 3x as fast.
     """
     *weightings, groups = count.shape
     below: Ints = np.zeros((*weightings, groups + 1), dtype=np.intp)
     np.cumsum(count, axis=-1, dtype=np.intp, out=below[..., 1:])
-    # Counts that are not whole lose their fractions in a sum of whole numbers.
-    if np.array_equal(below[..., -1], total_weight(count)):
+    # An integer sum drops the fractions of counts that are not whole.
+    has_whole_counts = np.array_equal(below[..., -1], total_weight(count))
+    if has_whole_counts:
         return np.asarray(below[..., -1:] - below)
     below_exactly = np.zeros(below.shape)
     np.cumsum(count, axis=-1, out=below_exactly[..., 1:])
@@ -138,10 +139,11 @@ def _sum_from_above(count: Floats) -> Ints | Floats:
 
 
 def _area_of_groups(groups: Groups) -> Floats:
-    """Return the AURC. It sums over errors instead of ranks: one at rank j is in every mean from j to N.
+    """Return the AURC, as a sum over errors instead of ranks.
 
-    So it counts 1/j + ... + 1/N times. Over a group of ranks these sum to n_g H_N - (S_last - S_before), where
-    H_j = 1 + ... + 1/j and, by parts, S_j = H_0 + ... + H_(j-1) = j H_j - j.
+    An error at rank j is part of every mean from j to N, so it counts 1/j + ... + 1/N times. Over a group of n_g ranks,
+    these numbers sum to n_g H_N - (S_last - S_before), where H_j = 1 + ... + 1/j and, by summation by parts,
+    S_j = H_0 + ... + H_(j-1) = j H_j - j.
     """
     at_least = _sum_from_above(groups.count)
     if at_least.dtype != np.intp:
@@ -177,7 +179,7 @@ class Within:
     """AUROC of confidence within questions, its bootstrap interval over questions, and the data it is based on.
 
     Attributes:
-        value: nan without any pair, as are `low` and `high`.
+        value: The AUROC; nan if there is no pair, as are `low` and `high`.
         low: Lower end of the interval.
         high: Upper end of the interval.
         questions: Number of questions that have a right and a wrong row.
@@ -197,17 +199,17 @@ def auroc_within(
     correct: ArrayLike,
     **options: Unpack[BootstrapOptions],
 ) -> Within:
-    """Return P(confidence of a right row > of a wrong row *of the same question*), ties half, pooled over the pairs.
+    """Return the AUROC among rows *of the same question*, pooled over all pairs of a right and a wrong row.
 
-    Picking the most confident of several answers can win only where this is above a half: AUROC over all rows also
-    rises when easy questions are answered more confidently, which does not help to pick one. Questions whose rows are
-    all right or all wrong have no pair and do not count.
+    Choosing the most confident of several answers helps only if this is above a half. AUROC over all rows also rises
+    when easy questions are answered more confidently, which does not help to choose among answers. Questions whose rows
+    are all right or all wrong have no pair and do not count.
 
     Args:
         question: N ids.
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        options: Of the bootstrap, see `BootstrapOptions`.
+        options: Options of the bootstrap, see `BootstrapOptions`.
 
     >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
     0.75
@@ -232,7 +234,7 @@ def auroc_within(
 
 
 class _Duels(NamedTuple):
-    """How many pairs of a right and a wrong row there are, and how many the right one wins; ties are half won."""
+    """The number of pairs of a right and a wrong row, and how many the right row wins; ties count half."""
 
     won: float
     pairs: int
@@ -251,11 +253,11 @@ def _count_duels(confidence: Floats, correct: Bools) -> _Duels:
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Answer only at `confidence >= threshold`: the share answered and the share wrong of those.
+    """The coverage and the risk if only rows with `confidence >= threshold` are answered.
 
     Attributes:
-        threshold: (G,) distinct confidences, falling.
-        coverage: (G,) share of the rows that are answered, rising to 1.
+        threshold: (G,) distinct confidences, decreasing.
+        coverage: (G,) share of the rows that are answered, increasing to 1.
         risk: (G,) share of the answered rows that are wrong.
     """
 
@@ -265,7 +267,7 @@ class RiskCoverage:
 
 
 def risk_coverage(confidence: ArrayLike, correct: ArrayLike) -> RiskCoverage:
-    """Return the curve at every distinct confidence, from the strictest threshold to full coverage.
+    """Return the risk-coverage curve at every distinct confidence, from the strictest threshold to full coverage.
 
     Args:
         confidence: (N,) in [0, 1].
