@@ -1,4 +1,4 @@
-"""METRICS, the table of metrics that the command line and the report read, and the marks that comparisons get."""
+"""METRICS, the table of metrics for the command line and the report, and the marks of comparisons."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Metric:
     """One row of the table.
 
     Attributes:
-        function: Of `confidence` and `correct`, (N,) each. With a keyword `weight` its bootstrap is fast. With a
-            keyword `bins` it gets the number that the user chose.
+        function: A function of `confidence` and `correct`, (N,) each. If it has a keyword `weight`, its bootstrap is
+            fast. If it has a keyword `bins`, it receives the number of bins that the user chose.
         title: Name in tables.
         definition: One sentence.
-        better: None where neither direction is better.
+        better: The better direction; None if neither is better.
         percent: Whether the value is shown times 100.
         calibration: Whether a null band is printed next to the value.
         least: Smallest difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
@@ -133,10 +133,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for their number (Holm, 1979).
 
     The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. If every corrected p-value below
-    alpha is called a difference, at most a share alpha of all tables has a false one.
+    alpha is called a difference, at most a share alpha of all tables contains a false one.
 
     Args:
-        p_values: An undefined one (nan) stays nan and does not count.
+        p_values: The p-values. An undefined one (nan) stays nan and does not count.
 
     Returns:
         The corrected p-values, in the same order.
@@ -156,19 +156,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Versus(Comparison):
-    """A comparison with its p-value corrected for the number of comparisons; nan where it is not judged."""
+    """A comparison with its p-value corrected for the number of comparisons; nan if it is not judged."""
 
     p_corrected: float = nan
 
     def mark(self, metric: str) -> Literal["", "*", "†"]:
-        """Return `*` for a difference to the better, a dagger for one to the worse, nothing where neither is shown.
+        """Return `*` for an improvement, a dagger for a deterioration, and nothing if no difference is shown.
 
         Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of
-        0, and the difference is at least as large as the smallest one of interest. Of two nearly equal models the swap
-        test detects a shift of every confidence by 0.001, which may have no effect on other questions or in practice.
+        0, and the difference is at least as large as the smallest one of interest. For two nearly equal models, the
+        swap test detects a shift of every confidence by 0.001, which may have no effect on other questions or in
+        practice.
 
         Args:
-            metric: A name of METRICS, or `true_error`, that of a report.
+            metric: A name of METRICS, or `true_error`, a metric of the report.
 
         >>> Versus(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002, p_corrected=0.004).mark("ece")
         '*'
@@ -180,7 +181,7 @@ class Versus(Comparison):
             better = METRICS[metric].better
             least = METRICS[metric].least
         is_higher = self.difference > 0
-        # A comparison with nan is False: an undefined p-value or a removed interval gives no mark.
+        # Comparisons with nan are False: an undefined p-value or a removed interval gives no mark.
         excludes_zero = self.low > 0 if is_higher else self.high < 0
         is_large = abs(self.difference) >= least
         is_shown = excludes_zero and is_large and self.p_corrected < ALPHA
@@ -191,14 +192,14 @@ class Versus(Comparison):
 
 
 def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Versus]:
-    """Correct the p-values by Holm over the metrics of which one direction is better; the others are not judged.
+    """Correct p-values by Holm's method, over the metrics that have a better direction; others are not judged.
 
     Args:
         comparisons: Name of a metric -> comparison.
-        judge: False judges none: where too many answers were forced, differences do not describe the models.
+        judge: Whether to judge any metric. If too many answers were forced, differences do not describe the models.
 
     Returns:
-        Name -> comparison with its corrected p-value, nan where it is not judged.
+        Name -> comparison with its corrected p-value, nan if it is not judged.
 
     >>> comparison = Comparison(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002)
     >>> correct_p_values({"ece": comparison, "brier": comparison})["ece"].p_corrected

@@ -1,4 +1,4 @@
-"""Two methods on the same questions: differences with intervals, and a test that swaps their answers."""
+"""Compare two methods on the same questions: differences with intervals, and a test that swaps their answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from catto.metrics.resampling import (
 )
 from catto.metrics.sharing import share_results
 
-# A difference is marked where its corrected p-value lies below.
+# A difference is marked if its corrected p-value is below this level.
 ALPHA = 0.05
 
 
@@ -73,22 +73,23 @@ def compare_table(
     swaps: int = 0,
     **options: Unpack[BootstrapOptions],
 ) -> dict[str, Comparison]:
-    """Compare two methods run by run on the same questions: each metric's mean over runs of a less that of b.
+    """Compare two methods on the same questions: the mean over runs of each metric of a, minus that of b.
 
-    Interval: percentile bootstrap over questions, both methods on the same draw. p-value: swap test, where each
-    question's two answers change places with probability 1/2; `(1 + swaps at least as far from 0) / (1 + swaps)`.
-    A swap on which the metric is undefined counts as far from 0. Where the difference itself is undefined, so is the
-    p-value. A metric of the order alone (AUROC) is swapped on ranks within each method, whose scales may differ.
+    The interval is a percentile bootstrap over questions, with the same draws for both methods. The p-value is that of
+    a swap test, in which the two answers to each question change places with probability 1/2. It is
+    `(1 + swaps at least as far from 0) / (1 + swaps)`. A swap on which the metric is undefined counts as far from 0. If
+    the difference itself is undefined, so is the p-value. A metric that reads only the order (AUROC) is swapped on
+    ranks within each method, because the scales of the methods may differ.
 
-    There are as many swaps as resamples. If those give a p-value below ALPHA and `swaps` is larger, the test continues
-    to `swaps`: a correction for many comparisons needs small p-values, and only a test that may still show something
-    needs the work. Stopping the others early can only lose differences.
+    There are as many swaps as resamples. If these give a p-value below ALPHA and `swaps` is larger, the test continues
+    up to `swaps`, because a correction for many comparisons needs small p-values. A test that stops early can only miss
+    a difference.
 
     Args:
         metrics: Name -> metric.
-        a: Runs of the first method, one answer per question each.
-        b: As many runs of the second method; each answers the questions of the run of a in the same place.
-        swaps: Largest number of swaps, see above.
+        a: Runs of the first method, with one answer per question each.
+        b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
+        swaps: Maximum number of swaps, see above.
         options: See `BootstrapOptions`.
 
     >>> from catto.metrics.errors import accuracy
@@ -115,9 +116,9 @@ def compare_mean_scores(
     Pairing, interval and p-value are those of `compare_table`.
 
     Args:
-        a: Runs of the first method, one answer per question each.
-        b: As many runs of the second method; each answers the questions of the run of a in the same place.
-        swaps: Largest number of swaps, see `compare_table`.
+        a: Runs of the first method, with one answer per question each.
+        b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
+        swaps: Maximum number of swaps, see `compare_table`.
         options: See `BootstrapOptions`.
 
     >>> answers = Answers("xy", [0.9, 0.8], [1, 1])
@@ -149,15 +150,15 @@ def _compare_pairs(
     swaps: int,
     options: ResamplingOptions,
 ) -> dict[str, Comparison]:
-    """Return the comparison of each metric. questions: the ids of each pair's rows."""
+    """Return the comparison of each metric. `questions` are the ids of the rows of each pair."""
     numbering = number_questions(questions, [pair.value_a for pair in pairs])
     paired = _PairedRuns(list(metrics.values()), pairs, numbering)
 
     with share_results():
         batches = []
         for weights in draw_question_counts(numbering.questions, options.resamples, options.seed, options.tick):
-            nobody = np.zeros_like(weights)
-            batches.append(paired.evaluate_differences(weights, nobody))
+            not_swapped = np.zeros_like(weights)
+            batches.append(paired.evaluate_differences(weights, not_swapped))
         draws = np.hstack(batches)
         p_values = _test_by_swaps(paired, numbering.questions, swaps, options)
 
@@ -179,9 +180,9 @@ def _compare_pairs(
 
 
 class _Pair(NamedTuple):
-    """One run of two methods, row by row on the same questions. (N,) each.
+    """One run of two methods; each row is the same question in both. (N,) each.
 
-    The values are what metrics read: confidences, their ranks within the method, or scores.
+    The values are the input of the metrics: confidences, their ranks within the method, or scores.
     """
 
     value_a: Floats
@@ -190,8 +191,22 @@ class _Pair(NamedTuple):
     correct_b: Bools
 
 
+class _MetricGroup(NamedTuple):
+    """Metrics that are evaluated on the same runs.
+
+    Attributes:
+        indices: The position of each metric among all metrics.
+        functions: The metrics.
+        runs: The runs of both methods; see `_join_pairs`.
+    """
+
+    indices: Ints
+    functions: list[MetricFunction]
+    runs: list[WeightedRun]
+
+
 class _PairedRuns:
-    """Metrics of two methods under weights that say how often each of the two answers a question.
+    """The metrics of two methods, under weights that say how often each of their answers to a question counts.
 
     Attributes:
         values: (metrics, 2), the mean over runs of each metric of a and of b.
@@ -208,25 +223,29 @@ class _PairedRuns:
         values_of_ranks = _measure_both(functions, ranked_pairs)
         is_equal = np.isclose(self.values, values_of_ranks, rtol=0.0, atol=ROUNDING, equal_nan=True)
         reads_order_only = is_equal.all(axis=1)
-        # Places of metrics, these metrics, and the runs that they read.
-        self._parts: list[tuple[Ints, list[MetricFunction], list[WeightedRun]]] = []
-        for chosen, chosen_pairs in ((~reads_order_only, pairs), (reads_order_only, ranked_pairs)):
-            places = np.flatnonzero(chosen)
-            if len(places):
-                runs = _join_pairs(chosen_pairs, numbering)
-                self._parts.append((places, [functions[int(place)] for place in places], runs))
+        self._groups: list[_MetricGroup] = []
+        for is_in_group, pairs_of_group in ((~reads_order_only, pairs), (reads_order_only, ranked_pairs)):
+            indices = np.flatnonzero(is_in_group)
+            if len(indices):
+                functions_of_group = [functions[int(index)] for index in indices]
+                self._groups.append(_MetricGroup(indices, functions_of_group, _join_pairs(pairs_of_group, numbering)))
 
-    def evaluate_differences(self, first: Weights, second: Weights) -> Floats:
-        """Return each metric of one method less that of the other, (metrics, R).
+    def evaluate_differences(self, kept: Weights, swapped: Weights) -> Floats:
+        """Return each metric of the first method minus that of the second, (metrics, R).
 
-        The one method gives a's answers as often as `first` says and b's as often as `second` says; the other one the
-        other way round. Both (R, Q).
+        Args:
+            kept: (R, Q), how often each question counts with the answer of a for the first method and that of b for the
+                second.
+            swapped: (R, Q), how often it counts with the two answers swapped.
         """
-        kept = np.hstack([first, second])
-        swapped = np.hstack([second, first])
-        differences = np.empty((len(self.values), len(first)))
-        for places, functions, runs in self._parts:
-            differences[places] = evaluate_runs(functions, runs, kept) - evaluate_runs(functions, runs, swapped)
+        # The questions of a are numbered before those of b, see `_join_pairs`.
+        weights_of_first = np.hstack([kept, swapped])
+        weights_of_second = np.hstack([swapped, kept])
+        differences = np.empty((len(self.values), len(kept)))
+        for group in self._groups:
+            values_of_first = evaluate_runs(group.functions, group.runs, weights_of_first)
+            values_of_second = evaluate_runs(group.functions, group.runs, weights_of_second)
+            differences[group.indices] = values_of_first - values_of_second
         return differences
 
 
@@ -237,14 +256,14 @@ def _rank_values(pair: _Pair) -> _Pair:
 def _measure_both(functions: Sequence[MetricFunction], pairs: Sequence[_Pair]) -> Floats:
     """Return the mean over runs of each metric of a and of b. (metrics, 2)."""
     values = np.empty((len(functions), 2))
-    for place, metric in enumerate(functions):
-        values[place, 0] = np.mean([metric(pair.value_a, pair.correct_a) for pair in pairs])
-        values[place, 1] = np.mean([metric(pair.value_b, pair.correct_b) for pair in pairs])
+    for index, metric in enumerate(functions):
+        values[index, 0] = np.mean([metric(pair.value_a, pair.correct_a) for pair in pairs])
+        values[index, 1] = np.mean([metric(pair.value_b, pair.correct_b) for pair in pairs])
     return values
 
 
 def _join_pairs(pairs: Sequence[_Pair], numbering: Numbering) -> list[WeightedRun]:
-    """Put the rows of b after those of a, and number its questions after a's."""
+    """Append the rows of b to those of a, with question numbers that continue those of a."""
     runs = []
     for pair, question in zip(pairs, numbering.of_rows, strict=True):
         value = np.append(pair.value_a, pair.value_b)
@@ -259,32 +278,32 @@ def _test_by_swaps(
     swaps: int,
     options: ResamplingOptions,
 ) -> Floats:
-    """Return the p-value of each metric, nan where its difference is undefined. (metrics,)."""
+    """Return the p-value of each metric, nan if its difference is undefined. (metrics,)."""
     observed = np.abs(paired.values[:, 0] - paired.values[:, 1])
     is_running = ~np.isnan(observed)
     p_values: Floats = np.full(len(observed), np.nan)
-    far = np.zeros(len(observed))
-    done = 0
+    far_swaps = np.zeros(len(observed))
+    swaps_done = 0
     rng = default_rng(options.seed)
     first_swaps = cut_into_batches(options.resamples, questions, options.tick)
     further_swaps = cut_into_batches(max(0, swaps - options.resamples), questions, options.tick)
     for size in chain(first_swaps, further_swaps):
-        if done >= options.resamples:
+        if swaps_done >= options.resamples:
             is_running &= p_values < ALPHA
         if not is_running.any():
             break
         stays = rng.random((size, questions)) >= 0.5
         differences = paired.evaluate_differences(stays, ~stays)
-        # Rounding must not break a tie. A comparison with nan is False, so undefined counts as far.
+        # Rounding must not break a tie. Comparisons with nan are False, so an undefined difference counts as far.
         is_close = np.abs(differences) < observed[:, None] - ROUNDING
-        far += np.sum(~is_close, axis=1)
-        done += size
-        p_values = np.where(is_running, (1.0 + far) / (1.0 + done), p_values)
+        far_swaps += np.sum(~is_close, axis=1)
+        swaps_done += size
+        p_values = np.where(is_running, (1.0 + far_swaps) / (1.0 + swaps_done), p_values)
     return p_values
 
 
 def _align_answers(a: Answers, b: Answers) -> _Pair:
-    """Pair the confidences: the rows of b in the order of a's questions; raises as `_find_rows_of_b`."""
+    """Pair the confidences, with the rows of b in the order of a's questions. Raises what `_find_rows_of_b` raises."""
     order = _find_rows_of_b(a, b)
     confidence_a, correct_a = check_columns(a.confidence, a.correct)
     confidence_b, correct_b = check_columns(b.confidence, b.correct)
@@ -292,7 +311,7 @@ def _align_answers(a: Answers, b: Answers) -> _Pair:
 
 
 def _align_scores(a: ScoredAnswers, b: ScoredAnswers) -> _Pair:
-    """Pair the scores: the rows of b in the order of a's questions; raises as `_find_rows_of_b`."""
+    """Pair the scores, with the rows of b in the order of a's questions. Raises what `_find_rows_of_b` raises."""
     order = _find_rows_of_b(a.answers, b.answers)
     scores_a, correct_a = _check_scores(a)
     scores_b, correct_b = _check_scores(b)
@@ -305,7 +324,7 @@ def _check_scores(run: ScoredAnswers) -> tuple[Floats, Bools]:
     scores = np.asarray(run.scores, dtype=np.float64)
     if scores.shape != confidence.shape:
         raise ValueError(f"scores has shape {scores.shape}, expected {confidence.shape}")
-    in_range = np.isfinite(scores) & (scores >= 0.0)  # `sort_keys` cannot order negative numbers
+    in_range = np.isfinite(scores) & (scores >= 0.0)  # `sort_keys` does not sort negative numbers
     if not in_range.all():
         raise ValueError("scores must be finite numbers of at least 0")
     return scores, correct
@@ -315,7 +334,7 @@ def _find_rows_of_b(a: Answers, b: Answers) -> Ints:
     """Return the row of b for each of a's questions, in the order of a's rows.
 
     Raises:
-        DataError: They do not answer the same questions, each once.
+        DataError: The two methods do not answer the same questions, or one answers a question twice.
     """
     name_a = a.source or "a"
     name_b = b.source or "b"
@@ -327,7 +346,7 @@ def _find_rows_of_b(a: Answers, b: Answers) -> Ints:
 
 
 def _index_questions(answers: Answers, name: str | Path) -> dict[object, int]:
-    """Return the row of each question, in the order of the rows; DataError where a question has several rows."""
+    """Return the row of each question, in the order of the rows; DataError if a question has several rows."""
     if answers.question is None:
         raise DataError(name, None, "no column 'question' or 'id' that names the question to pair the answers by")
     row_of = {question: row for row, question in enumerate(answers.question)}
@@ -345,6 +364,7 @@ def _require_questions(
     present: Mapping[object, int],
     present_name: str | Path,
 ) -> None:
+    """Raise DataError if a wanted question, which is in the data `name`, is missing from those present."""
     missing = [question for question in wanted if question not in present]
     if missing:
         raise DataError(present_name, None, f"{len(missing)} questions of {name} are missing, first {missing[0]!r}")

@@ -1,4 +1,4 @@
-"""What resampling gives: values with intervals, null bands and comparisons."""
+"""The results of resampling: values with intervals, null bands and comparisons."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from catto.metrics.binning import (
-    Floats,
-)
+from catto.metrics.binning import Floats
 
-H = TypeVar("H", "Interval", "Comparison")
-
+WithInterval = TypeVar("WithInterval", "Interval", "Comparison")
 
 OUTSIDE = "the value lies outside its own bootstrap interval"
-# Means of equal numbers in another order differ by less.
+# The mean of the same numbers, summed in a different order, differs by less.
 ROUNDING = 1e-12
 
 
@@ -26,10 +23,10 @@ class Interval:
 
     Attributes:
         value: The metric of all rows.
-        low: Lower end, nan where there is no interval.
-        high: Upper end, nan where there is no interval.
+        low: Lower end, nan if there is no interval.
+        high: Upper end, nan if there is no interval.
         level: Nominal coverage, such as 0.95.
-        undefined: Number of resamples without a value; they are left out.
+        undefined: Number of resamples on which the metric is undefined; they are left out.
         reason: Why `drop_invalid_interval` removed the interval.
     """
 
@@ -43,7 +40,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class NullBand:
-    """What a perfectly calibrated model with the same confidences would score: mean and central band."""
+    """What a perfectly calibrated model with the same confidences would score: mean and central band.
+
+    Attributes:
+        mean: Mean over the simulations.
+        low: Lower end of the band.
+        high: Upper end of the band.
+        level: Share of the simulations inside the band.
+        undefined: Number of simulations on which the metric is undefined; they are left out.
+    """
 
     mean: float
     low: float
@@ -54,17 +59,17 @@ class NullBand:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two methods on the same questions.
+    """A comparison of two methods on the same questions.
 
     Attributes:
-        a: Metric of the first.
-        b: Metric of the second.
+        a: Metric of the first method.
+        b: Metric of the second method.
         difference: a - b.
         low: Lower end of the difference's bootstrap interval.
         high: Upper end of that interval.
         level: Nominal coverage of the interval.
-        p_value: Of the two-sided swap test.
-        undefined: Number of resamples without a value; they are left out.
+        p_value: p-value of the two-sided swap test.
+        undefined: Number of resamples on which the difference is undefined; they are left out.
         reason: Why `drop_invalid_interval` removed the interval.
     """
 
@@ -79,14 +84,14 @@ class Comparison:
     reason: str | None = None
 
 
-def drop_invalid_interval(result: H) -> H:
+def drop_invalid_interval(result: WithInterval) -> WithInterval:
     """Drop the interval if it does not contain the estimate, and record why.
 
     >>> drop_invalid_interval(Interval(0.0, 0.018, 0.064, 0.95)).reason
     'the value lies outside its own bootstrap interval'
     """
     estimate = result.value if isinstance(result, Interval) else result.difference
-    # A comparison with nan is False.
+    # Comparisons with nan are False, so a missing interval is not outside.
     is_outside = estimate < result.low - ROUNDING or estimate > result.high + ROUNDING
     if is_outside:
         return replace(result, low=nan, high=nan, reason=OUTSIDE)
@@ -94,7 +99,7 @@ def drop_invalid_interval(result: H) -> H:
 
 
 def central_tails(level: float) -> Floats:
-    """Return the probabilities between which the central part of this level lies. (2,)."""
+    """Return the two tail probabilities that enclose the central part of a distribution. (2,)."""
     return np.array([(1.0 - level) / 2.0, (1.0 + level) / 2.0])
 
 
@@ -103,7 +108,13 @@ def summarise_draws(
     level: float,
     tails: Floats | None = None,
 ) -> NullBand:
-    """Return mean and band of the draws that are defined. (R,)."""
+    """Return the mean and the band of the draws that are defined.
+
+    Args:
+        draws: (R,), nan where a draw is undefined.
+        level: Level of the band.
+        tails: (2,), the quantiles that bound the band; None means those of the central band.
+    """
     defined = draws[~np.isnan(draws)]
     if not len(defined):
         return NullBand(nan, nan, nan, level, undefined=len(draws))

@@ -1,8 +1,8 @@
-"""Resampling by weights: how often each question is drawn, and metrics of rows that count as often.
+"""Resample questions by weights, and evaluate metrics under these weights.
 
-A resample is a weight: how often each row counts. So a metric is called as `metric(confidence, correct, weight=...)`
-with the weights of many resamples at once, (R, N). A metric without the parameter `weight` is called on the rows of
-each resample in turn, which is slower.
+A resample is represented by a weight: how often each row counts. A metric is called as `metric(confidence, correct,
+weight=...)` with the weights of many resamples at once, (R, N). A metric without the parameter `weight` is called on
+the rows of each resample in turn, which is slower.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ from catto.metrics.binning import (
     total_weight,
 )
 
-# A function of confidence and correct, also a row of METRICS or `partial(metric, bins=...)`.
+# A function of confidence and correct, such as an entry of METRICS or `partial(metric, bins=...)`.
 MetricFunction = Callable[..., float]
 Tick = Callable[[], object]  # called once per step of a progress bar
-
-
 Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
 
-
-# Questions per block of the draw; the counts of a block fit the cache.
+# Number of questions drawn per block; the counts of a block fit the cache.
 BLOCK = 1 << 14
-# Resamples computed at once: at most so many, and at most so many weights.
+# Maximum number of resamples computed at once, and of their weights.
 MOST_AT_ONCE = 100
 WEIGHTS_AT_ONCE = 1 << 17
-# Counts that are kept for the next number of the same questions, two bytes each.
+# Maximum number of counts that are kept for later metrics of the same questions, at two bytes each.
 KEPT_COUNTS = 1 << 23
 
 
@@ -49,10 +46,10 @@ class Answers:
     """The answers of one run.
 
     Attributes:
-        question: N ids, or None where each row is a question.
+        question: N ids, or None if each row is a question of its own.
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        source: What an error names, such as the file.
+        source: Where the answers come from, such as a file, for error messages.
     """
 
     question: Sequence[object] | None
@@ -75,11 +72,18 @@ class ScoredAnswers:
 
 
 class BootstrapOptions(TypedDict, total=False):
-    """How often, how wide, from which seed; `tick` is called once per resample, simulation and swap."""
+    """Options of every function that resamples; each may be left out.
 
-    resamples: int  # 1000
-    level: float  # 0.95
-    seed: int  # 0
+    Attributes:
+        resamples: Number of resamples or simulations, 1000 by default.
+        level: Level of the interval or band, 0.95 by default.
+        seed: Seed of the random numbers, 0 by default.
+        tick: Called once per resample, simulation and swap.
+    """
+
+    resamples: int
+    level: float
+    seed: int
     tick: Tick
 
 
@@ -93,7 +97,7 @@ class ResamplingOptions(NamedTuple):
 
 
 def ignore_tick() -> None:
-    """Count nothing."""
+    """Do nothing: the `tick` of a caller without a progress bar."""
 
 
 def fill_options(options: BootstrapOptions) -> ResamplingOptions:
@@ -112,14 +116,19 @@ def fill_options(options: BootstrapOptions) -> ResamplingOptions:
 
 
 class WeightedRun:
-    """The rows of one run, for which weights of questions become weights of rows.
+    """The rows of one run, prepared to turn weights of questions into weights of rows.
 
-    Rows are kept by rising value. Rows that agree in value and correctness are merged into one, whose weight is the sum
-    of theirs.
+    Rows are sorted by value. Rows with the same value and correctness are merged into one distinct row, whose weight is
+    the sum of theirs.
+
+    Args:
+        value: (N,) input of the metrics: confidences, ranks, or scores of at least 0.
+        correct: (N,) booleans.
+        question: (N,) number of each row's question.
 
     Attributes:
-        value: What metrics read of each distinct row: its confidence, a rank, or a score of at least 0.
-        correct: Whether the distinct row is right.
+        value: The value of each distinct row.
+        correct: Whether each distinct row is right.
     """
 
     def __init__(
@@ -138,10 +147,11 @@ class WeightedRun:
 
     def weigh_rows(self, weights: Weights) -> Floats:
         """Return the weight of each distinct row. (R, Q) -> (R, rows)."""
-        of_rows = weights.take(self._question, axis=1).astype(np.float64)
-        if len(self._starts) == len(self._question):
-            return of_rows
-        return np.add.reduceat(of_rows, self._starts, axis=1)
+        row_weights = weights.take(self._question, axis=1).astype(np.float64)
+        all_distinct = len(self._starts) == len(self._question)
+        if all_distinct:
+            return row_weights
+        return np.add.reduceat(row_weights, self._starts, axis=1)
 
 
 def evaluate_runs(
@@ -151,10 +161,10 @@ def evaluate_runs(
 ) -> Floats:
     """Return the mean over runs of each metric under each weighting of the questions. (R, Q) -> (metrics, R)."""
     values = np.empty((len(runs), len(metrics), len(weights)))
-    for place, run in enumerate(runs):
-        of_rows = run.weigh_rows(weights)
-        for number, metric in enumerate(metrics):
-            values[place, number] = evaluate_metric(metric, run.value, run.correct, of_rows)
+    for run_index, run in enumerate(runs):
+        row_weights = run.weigh_rows(weights)
+        for metric_index, metric in enumerate(metrics):
+            values[run_index, metric_index] = evaluate_metric(metric, run.value, run.correct, row_weights)
     return np.asarray(values.mean(axis=0))
 
 
@@ -164,20 +174,20 @@ def evaluate_metric(
     correct: Bools,
     weights: Floats,
 ) -> Floats:
-    """Return the metric under each weighting, nan where all weights are 0. (N,), (N,), (R, N) -> (R,)."""
+    """Return the metric under each weighting, nan if all its weights are 0. (N,), (N,), (R, N) -> (R,)."""
     has_rows = total_weight(weights) > 0.0
     if not has_rows.all():
         values: Floats = np.full(len(weights), np.nan)
         if has_rows.any():
             values[has_rows] = evaluate_metric(metric, confidence, correct, weights[has_rows])
         return values
-    if _takes_weight(metric):
+    if _accepts_weight(metric):
         return np.asarray(metric(confidence, correct, weight=weights))
     return np.array([_evaluate_on_copies(metric, confidence, correct, row) for row in weights])
 
 
-def _takes_weight(metric: MetricFunction) -> bool:
-    function = getattr(metric, "function", metric)  # of a row of METRICS
+def _accepts_weight(metric: MetricFunction) -> bool:
+    function = getattr(metric, "function", metric)  # an entry of METRICS wraps its function
     return "weight" in signature(function).parameters
 
 
@@ -187,34 +197,54 @@ def _evaluate_on_copies(
     correct: Bools,
     weight: Floats,
 ) -> float:
-    """Return the metric of rows that are repeated as often as they count."""
+    """Return the metric of the rows, each repeated as often as it counts."""
     times = weight.astype(np.intp)
     return metric(np.repeat(confidence, times), np.repeat(correct, times))
 
 
 class Numbering(NamedTuple):
-    """The number of each row's question, (N,) for every run, and how many questions there are."""
+    """The numbers of the questions of several runs.
+
+    Attributes:
+        of_rows: For each run, the number of each row's question, (N,).
+        questions: Number of questions in all runs.
+    """
 
     of_rows: list[Ints]
     questions: int
 
 
 def number_questions(ids: Sequence[Sequence[object] | None], confidences: Sequence[Floats]) -> Numbering:
-    """Number the questions of all runs together; without ids, each row is a question."""
-    number_of: dict[object, int] = {}
+    """Number the questions of all runs together.
+
+    Args:
+        ids: For each run, the question id of each row; None if each row is a question of its own.
+        confidences: For each run, the confidence of each row, (N,).
+    """
+    number_of_id: dict[object, int] = {}
     of_rows: list[Ints] = []
-    for names, c in zip(ids, confidences, strict=True):
-        numbers = np.arange(len(c))
-        if names is not None:
-            if len(names) != len(c):
-                raise ValueError(f"questions has {len(names)} rows, confidence has {len(c)}")
-            numbers = np.array([number_of.setdefault(name, len(number_of)) for name in names], dtype=np.intp)
-        elif len(c) > BLOCK:
-            # By rising confidence, so that weights are read in the order of memory.
-            numbers[np.argsort(c, kind="stable")] = np.arange(len(c))
-        of_rows.append(numbers)
+    for run_ids, c in zip(ids, confidences, strict=True):
+        if run_ids is None:
+            of_rows.append(_number_rows(c))
+            continue
+        if len(run_ids) != len(c):
+            raise ValueError(f"questions has {len(run_ids)} rows, confidence has {len(c)}")
+        numbers = []
+        for question_id in run_ids:
+            next_number = len(number_of_id)
+            numbers.append(number_of_id.setdefault(question_id, next_number))
+        of_rows.append(np.array(numbers, dtype=np.intp))
     highest = max(int(numbers.max()) for numbers in of_rows)
     return Numbering(of_rows, highest + 1)
+
+
+def _number_rows(confidence: Floats) -> Ints:
+    """Number the rows of a run whose every row is a question. (N,) -> (N,)."""
+    numbers = np.arange(len(confidence))
+    if len(confidence) > BLOCK:
+        # In order of confidence, like the rows of a `WeightedRun`, so that weights are read in the order of memory.
+        numbers[np.argsort(confidence, kind="stable")] = np.arange(len(confidence))
+    return numbers
 
 
 def cut_into_batches(
@@ -222,13 +252,22 @@ def cut_into_batches(
     units: int,
     tick: Tick,
 ) -> Iterator[int]:
-    """Cut so many resamples of so many units into batches that are computed at once."""
-    # Freeing a block of 31 MB makes glibc keep freed memory up to twice that (mallopt(3), M_MMAP_THRESHOLD). Without it
-    # the arrays of each resample of a million rows were mapped afresh, which took as long as the sums over them.
+    """Cut resamples into batches that are computed at once.
+
+    Args:
+        total: Number of resamples.
+        units: Number of weights per resample.
+        tick: Called once per resample, after its batch.
+
+    Yields:
+        The number of resamples in each batch.
+    """
+    # Freeing a block of 31 MB makes glibc keep up to twice as much freed memory (mallopt(3), M_MMAP_THRESHOLD). Without
+    # this, the arrays of each resample of a million rows were mapped anew, which took as long as the sums over them.
     np.empty(31 << 17)
-    most = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
-    for start in range(0, total, most):
-        size = min(most, total - start)
+    largest_size = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
+    for start in range(0, total, largest_size):
+        size = min(largest_size, total - start)
         yield size
         for _ in range(size):
             tick()
@@ -245,7 +284,7 @@ def draw_question_counts(
     Args:
         questions: Number of questions Q.
         resamples: Number of resamples.
-        seed: Of the random numbers.
+        seed: Seed of the random numbers.
         tick: Called once per resample.
 
     Yields:
@@ -254,7 +293,8 @@ def draw_question_counts(
     >>> [batch.sum(axis=1).tolist() for batch in draw_question_counts(5, 3, seed=0)]
     [[5, 5, 5]]
     """
-    draw = _draw_and_keep_counts if questions * resamples <= KEPT_COUNTS else _draw_counts
+    can_be_kept = questions * resamples <= KEPT_COUNTS
+    draw = _draw_and_keep_counts if can_be_kept else _draw_counts
     for counts in draw(questions, resamples, seed):
         yield counts
         for _ in counts:
@@ -267,7 +307,7 @@ def _draw_and_keep_counts(
     resamples: int,
     seed: int,
 ) -> tuple[Weights, ...]:
-    """Keep the last draws: a report resamples the same questions for hundreds of numbers."""
+    """Draw counts and keep the last draws: a report resamples the same questions for hundreds of numbers."""
     return tuple(_draw_counts(questions, resamples, seed))
 
 
@@ -276,10 +316,10 @@ def _draw_counts(
     resamples: int,
     seed: int,
 ) -> Iterator[Weights]:
-    """Draw block by block, in the order in which memory is read.
+    """Draw the counts of one block of questions at a time, so that memory is accessed in order.
 
-    How many draws fall into each block of questions is multinomial, and within a block they are uniform: the same
-    distribution as one draw over all.
+    The number of draws in each block is multinomial, and draws within a block are uniform. The distribution is the same
+    as that of one draw over all questions.
     """
     rng = default_rng(seed)
     starts = np.arange(0, questions, BLOCK)

@@ -1,10 +1,10 @@
 """How certain a measured number is: bootstrap intervals, null bands, spread over seeds.
 
-A number belongs to one run of a model, or is the mean over several runs (seeds). Questions are the unit: all rows of a
-question are drawn together, and where runs share questions, a question is drawn, or swapped, in all of them together.
+A number belongs to one run of a model, or is the mean over several runs (seeds). Questions are the sampling unit: all
+rows of a question are drawn together. If runs share a question, it is drawn, or swapped, in all of them together.
 
 A metric may be undefined on a resample (AUROC of rows that are all right is nan). Such resamples are left out and
-counted in `undefined`; where the value itself is undefined, the interval is nan. A small ECE can lie outside its own
+counted in `undefined`; if the value itself is undefined, the interval is nan. A small ECE can lie outside its own
 percentile interval, since resampling only adds to it: `drop_invalid_interval` removes such an interval.
 """
 
@@ -70,12 +70,13 @@ def bootstrap(
 ) -> Interval:
     """Return the metric and its bootstrap interval.
 
-    The interval is of the *estimator*. Measured coverage of the 95 % percentile interval (1,000 simulated sets of 300
-    rows, 500 resamples): accuracy 94.8 to 95.4 %, Brier 94.4 to 95.8 %, NLL 94.6 to 95.4 %. That of ECE depends on the
-    world: over eight worlds that are off by 14 to 15 points it is 48 to 95 % (2,000 rows: 89 to 96 %), off by 5 points
-    23 %, calibrated 0 %. Chance only ever adds to ECE, so its interval lies above the truth. Read it next to
-    its null band, and print it after `drop_invalid_interval`.
-    A single row, or rows that are all equal, give an interval of no width.
+    The interval is that of the *estimator*. Measured coverage of the 95 % percentile interval (1,000 simulated sets of
+    300 rows, 500 resamples): accuracy 94.8 to 95.4 %, Brier 94.4 to 95.8 %, NLL 94.6 to 95.4 %. The coverage for ECE
+    depends on the simulated world. Over eight worlds that are off by 14 to 15 points, it is 48 to 95 % (2,000 rows: 89
+    to 96 %); in a world that is off by 5 points, 23 %; in a calibrated one, 0 %. Chance only ever adds to ECE, so its
+    interval lies above the truth. Read it next to its null band, and print it after `drop_invalid_interval`.
+
+    A single row, or rows that are all equal, give an interval of zero width.
 
     Args:
         metric: A function of confidence and correct; with a parameter `weight` it is computed for many resamples at
@@ -83,8 +84,8 @@ def bootstrap(
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         questions: N ids. With them, whole questions are drawn, so that candidates of one question stay together.
-        method: `percentile`, or `bca`, which leaves out single questions up to 200 of them, above that 200 random parts
-            of the questions.
+        method: `percentile` or `bca`. The jackknife of `bca` leaves out one question at a time; with more than 200
+            questions, it leaves out one of 200 random parts of the questions at a time.
         options: See `BootstrapOptions`.
 
     >>> from catto.metrics.errors import accuracy
@@ -103,19 +104,19 @@ def bootstrap_table(
     method: Method = "percentile",
     **options: Unpack[BootstrapOptions],
 ) -> dict[str, Interval]:
-    """Return the interval of each metric, of its mean over runs where there are several; all on the same resamples.
+    """Return the interval of each metric, or of its mean over several runs; all metrics use the same resamples.
 
     Args:
         metrics: Name -> metric.
-        runs: One or more runs. Of one run, each interval equals `bootstrap` of that metric alone.
+        runs: One or more runs. For a single run, each interval equals `bootstrap` of that metric alone.
         method: See `bootstrap`.
         options: See `BootstrapOptions`.
 
     Returns:
-        Name -> interval. Its ends are nan where the metric of all rows is undefined.
+        Name -> interval. Its ends are nan if the metric of all rows is undefined.
 
     Raises:
-        ValueError: An option or a column is out of range, or a run has not one question id per row.
+        ValueError: An option or a column is out of range, or a run does not have one question id per row.
 
     >>> from catto.metrics.errors import accuracy, brier
     >>> run = Answers(None, [0.9, 0.8], [True, True])
@@ -143,12 +144,12 @@ def bootstrap_table(
         jackknife = _leave_parts_out(functions, weighted_runs, numbering.questions)
 
     intervals = {}
-    for place, (name, metric) in enumerate(metrics.items()):
+    for index, (name, metric) in enumerate(metrics.items()):
         estimate = float(np.mean([metric(c, z) for c, z in columns]))
         tails = central_tails(filled.level)
         if jackknife is not None:
-            tails = _shift_tails(tails, estimate=estimate, draws=draws[place], jackknife=jackknife[place])
-        band = summarise_draws(draws[place], filled.level, tails)
+            tails = _shift_tails(tails, estimate=estimate, draws=draws[index], jackknife=jackknife[index])
+        band = summarise_draws(draws[index], filled.level, tails)
         if isnan(estimate):
             band = replace(band, low=nan, high=nan)
         intervals[name] = Interval(estimate, band.low, band.high, filled.level, band.undefined)
@@ -162,7 +163,7 @@ def _leave_parts_out(
 ) -> Floats:
     """Return each metric without one part of the questions at a time: the grouped jackknife. (metrics, parts).
 
-    The only part of a single question is not left out, since no rows would be left.
+    A single question is not left out, because no rows would remain.
     """
     parts = min(questions, JACKKNIFE_PARTS)
     part_of_question = default_rng(0).permutation(np.arange(questions) % parts)
@@ -182,23 +183,23 @@ def _shift_tails(
     draws: Floats,
     jackknife: Floats,
 ) -> Floats:
-    """Return the tail probabilities of the BCa interval: shifted by bias and acceleration (Efron, 1987).
+    """Return the tail probabilities of the BCa interval, shifted by bias and acceleration (Efron, 1987).
 
     Args:
         tails: (2,) probabilities strictly between 0 and 1, as `central_tails` gives them.
         estimate: The metric of all rows.
-        draws: (R,) its values on the resamples; undefined ones (nan) are ignored.
-        jackknife: (parts,) its values without one part each; undefined ones (nan) are ignored.
+        draws: (R,) values of the metric on the resamples; undefined values (nan) are ignored.
+        jackknife: (parts,) values of the metric without one part each; undefined values (nan) are ignored.
 
     Returns:
-        (2,) probabilities; `tails` as they are if no draw is defined.
+        (2,) probabilities; `tails` unchanged if no draw is defined.
     """
     defined = draws[~np.isnan(draws)]
     if not len(defined):
         return tails
     normal = NormalDist()
     share_below = float(np.mean(defined < estimate) + 0.5 * np.mean(defined == estimate))
-    # All draws on one side would make the bias infinite. One in n + 1 is the smallest share that n draws can show.
+    # If all draws were on one side, the bias would be infinite. n draws cannot show a share below one in n + 1.
     smallest_share = 1.0 / (len(defined) + 1)
     largest_share = len(defined) / (len(defined) + 1)
     bias = normal.inv_cdf(min(max(share_below, smallest_share), largest_share))
@@ -212,7 +213,7 @@ def _shift_tails(
 
 
 def _estimate_acceleration(jackknife: Floats) -> float:
-    """Return the skewness of the n leave-one-out values over 6 sqrt(n), 0 where none differs."""
+    """Return the skewness of the n leave-one-out values divided by 6 sqrt(n); 0 if all values are equal."""
     if not len(jackknife):
         return 0.0
     offset = jackknife.mean() - jackknife
@@ -274,14 +275,15 @@ def null_table(
     runs: Sequence[Answers],
     **options: Unpack[BootstrapOptions],
 ) -> dict[str, NullBand]:
-    """Return the null band of each metric, of its mean over runs where there are several.
+    """Return the null band of each metric, or of its mean over several runs.
 
-    Several answers to a question, in one run or in several, agree as far as their confidences allow: one number is
-    drawn for all of them. Where they agree less, the band is too wide.
+    Each simulation draws one random number per question. All answers to a question, in one run or in several, therefore
+    agree as far as their confidences allow. If the real answers agree less, the band is too wide.
 
     Args:
         metrics: Name -> metric.
-        runs: One or more runs; `correct` is not read. Of one run, each band equals `null_band` of that metric alone.
+        runs: One or more runs; `correct` is not read. For a single run, each band equals `null_band` of that metric
+            alone.
         options: See `BootstrapOptions`.
 
     >>> from catto.metrics.errors import accuracy
@@ -293,8 +295,8 @@ def null_table(
     numbering = number_questions([run.question for run in runs], confidences)
     functions = list(metrics.values())
     mean_draws = np.zeros((len(metrics), filled.resamples))
-    for place, (c, question) in enumerate(zip(confidences, numbering.of_rows, strict=True)):
-        is_first_run = place == 0
+    for run_index, (c, question) in enumerate(zip(confidences, numbering.of_rows, strict=True)):
+        is_first_run = run_index == 0
         # One tick per simulation, however many runs it covers.
         options_of_run = filled if is_first_run else filled._replace(tick=ignore_tick)
         rows_are_questions = len(runs) == 1 and numbering.questions >= len(c)
@@ -312,31 +314,39 @@ def _simulate_run(
     questions: int,
     options: ResamplingOptions,
 ) -> Floats:
-    """Return each metric of simulated correctness, (metrics, R).
+    """Return each metric under simulated correctness, (metrics, R).
 
-    A row is right if the uniform number of its question is below its confidence. Question None: every row is a question
-    of its own.
+    A row is right if the uniform random number of its question is below the confidence of the row.
+
+    Args:
+        functions: The metrics.
+        confidence: (N,) in [0, 1].
+        question_of_row: (N,) number of each row's question; None if each row is a question of its own.
+        questions: Number of questions.
+        options: Number of simulations, seed and tick.
     """
     order = np.argsort(confidence, kind="stable")
     c = confidence[order]
     starts = run_starts(c)
     count = np.diff(starts, append=len(c)).astype(np.float64)
     value = c[starts]
-    has_many_rows = len(c) > BLOCK
+    number_of_row: Ints | None = order
+    if question_of_row is not None:
+        number_of_row = question_of_row[order]
+    elif len(c) > BLOCK:
+        # The rows, sorted by confidence, take the numbers as they are drawn: memory is read in order.
+        number_of_row = None
+    has_distinct_confidences = len(starts) == len(c)
     rng = default_rng(options.seed)  # the same numbers for every run
     count_each_once = np.ones((1, len(c)))
     batches = []
     for size in cut_into_batches(options.resamples, max(questions, len(c)), options.tick):
         uniform = rng.random((size, questions))
-        if question_of_row is not None:
-            uniform = uniform.take(question_of_row[order], axis=1)
-        elif not has_many_rows:
-            uniform = uniform.take(order, axis=1)
-        # Without the take, the numbers belong to the rows by rising confidence: memory is read in its order.
+        if number_of_row is not None:
+            uniform = uniform.take(number_of_row, axis=1)
         is_right = uniform < c
-        has_distinct_confidences = len(starts) == len(c)
         if size == 1 and has_distinct_confidences:
-            # One simulation of distinct confidences needs no counting: this halves the rows of large files.
+            # One simulation of distinct confidences needs no counting, which halves the rows of large files.
             outcomes = _Outcomes(c, is_right[0], count_each_once)
         else:
             right = np.add.reduceat(is_right.astype(np.float64), starts, axis=1)
@@ -362,8 +372,8 @@ def _count_outcomes(
 
     Args:
         value: (G,) distinct confidences.
-        count: (G,) number of rows of each.
-        right: (R, G) number of right rows of each, per simulation.
+        count: (G,) number of rows with each confidence.
+        right: (R, G) number of right rows with each confidence, per simulation.
 
     Returns:
         2 G rows.
@@ -379,7 +389,7 @@ def _count_outcomes(
 
 @dataclass(frozen=True)
 class SeedSummary:
-    """Mean and sample standard deviation (n - 1) over n seeds; no deviation of a single one."""
+    """Mean and sample standard deviation (n - 1) over n seeds; the deviation is None for a single seed."""
 
     mean: float
     std: float | None
