@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from catto.metrics.risk import upper_bound
 
-# Probability of an alarm, ever, while answers are like the calibration answers. One half is for the bets, the other
-# half for the bound on the error rate of the calibration answers.
+# Probability that the alarm is ever raised while answers are like the calibration answers. One half is for the bets,
+# the other half for the bound on the error rate of the calibration answers.
 FALSE_ALARM_RATE = 0.01
 ALARM_LIMIT = 2.0 / FALSE_ALARM_RATE
-# The bets: the odds of an error are this many times those that are promised. 1 bets nothing and keeps its capital.
+# Each bet assumes that the odds of an error are this many times the promised ones. At 1, the bet keeps its capital.
 ODDS_RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
-# After n answers, 1 / (n + 1000) of the capital is spread over all bets again: what changes late is noticed too. With
-# no such step an accuracy that fell after 2,000 answers was missed in most simulated streams.
+# After n answers, 1 / (n + 1000) of the capital is spread over all bets again, so that late changes are detected too.
+# Without this step, an accuracy that fell after 2,000 answers was missed in most simulated streams.
 SPREAD_AFTER = 1000
 
 
@@ -29,7 +29,7 @@ class ErrorRateAlarm:
 
     Attributes:
         answers: Number of answers so far.
-        evidence: The capital; it stays where it is once the alarm is raised.
+        evidence: The total capital; it no longer changes once the alarm is raised.
 
     >>> alarm = ErrorRateAlarm()
     >>> for _ in range(20):
@@ -60,16 +60,16 @@ class ErrorRateAlarm:
             return
         spread = 1.0 / (self.answers + SPREAD_AFTER)
         fresh_capital = spread * self.evidence / len(ODDS_RATIOS)
-        for place, odds_ratio in enumerate(ODDS_RATIOS):
+        for bet, odds_ratio in enumerate(ODDS_RATIOS):
             gain = odds_ratio if is_wrong else 1.0
-            ratio = gain / (1.0 - allowed_rate + odds_ratio * allowed_rate)
-            kept_capital = (1.0 - spread) * self._capital[place]
-            self._capital[place] = ratio * (kept_capital + fresh_capital)
+            likelihood_ratio = gain / (1.0 - allowed_rate + odds_ratio * allowed_rate)
+            kept_capital = (1.0 - spread) * self._capital[bet]
+            self._capital[bet] = likelihood_ratio * (kept_capital + fresh_capital)
         self.evidence = sum(self._capital)
 
 
 def bound_error_rate(errors: int, answered: int, risk: float) -> float:
-    """Return the error rate that answers like the calibration answers do not exceed.
+    """Return an upper bound on the error rate of answers that are like the calibration answers.
 
     Args:
         errors: Number of wrong calibration answers above the threshold.
@@ -77,7 +77,7 @@ def bound_error_rate(errors: int, answered: int, risk: float) -> float:
         risk: The promised error rate.
 
     Returns:
-        The smaller one of `risk` and Clopper and Pearson's bound, which fails with probability FALSE_ALARM_RATE / 2.
+        The smaller of `risk` and Clopper and Pearson's bound, which fails with probability FALSE_ALARM_RATE / 2.
 
     >>> bound_error_rate(5, 1000, 0.05) < 0.02
     True

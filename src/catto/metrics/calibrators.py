@@ -1,8 +1,8 @@
 """Maps from stated to calibrated confidence, fitted on validation rows and stored as JSON.
 
-A calibrator is an immutable value: `Temperature.fit(confidence, correct).apply(confidence)`. Its fields are the whole
-fit, so a calibrator that was saved and loaded equals the fitted one to the last bit. SciPy and scikit-learn are
-imported inside functions: loading them takes up to a second.
+A calibrator is an immutable value: `Temperature.fit(confidence, correct).apply(confidence)`. Its fields are the
+complete fit, so a calibrator that was saved and loaded equals the fitted one to the last bit. SciPy and scikit-learn
+are imported inside functions, because loading them takes up to a second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from catto.records import Record
 TAU_RANGE = (0.01, 100.0)
 # Vector scaling's penalty: this times the sum of squares of its 2 K parameters is added to the mean NLL.
 RIDGE = 1e-3
-# Fills up the rows that have fewer labels than others; its probability is 0 at every temperature of a fit.
+# Pads rows that have fewer labels than others. Its probability is 0 at every temperature in TAU_RANGE.
 NO_LABEL = -1e6
 # Largest tau, slope or intercept in a file; products of larger ones overflow.
 LARGEST = 1e9
@@ -44,7 +44,7 @@ class _Stored(Record):
 
 
 class Temperature(_Stored):
-    """Divide the logit by tau, which minimises the NLL; the ranking, and so the AUROC, stays the same.
+    """Divide the logit by the tau that minimises the NLL; the ranking, and thus the AUROC, stays the same.
 
     >>> Temperature(tau=2.0).apply([0.5, 0.9]).round(3).tolist()
     [0.5, 0.75]
@@ -60,7 +60,7 @@ class Temperature(_Stored):
         score = _logits(c)
 
         def nll_slope(beta: float) -> float:
-            # The derivative of the mean NLL in beta = 1 / tau.
+            # The derivative of the mean NLL with respect to beta = 1 / tau.
             surplus = _sigmoid(beta * score) - z
             return float(np.mean(surplus * score))
 
@@ -80,7 +80,7 @@ class Temperature(_Stored):
         gold_score = score[np.arange(len(score)), gold_index]
 
         def nll_slope(beta: float) -> float:
-            # The derivative of the mean NLL in beta = 1 / tau.
+            # The derivative of the mean NLL with respect to beta = 1 / tau.
             probability = np.exp(log_softmax(beta * score, axis=1))
             mean_score = (probability * score).sum(axis=1)
             return float(np.mean(mean_score - gold_score))
@@ -96,9 +96,9 @@ class Temperature(_Stored):
 
 
 def _check_logprobs(label_logprobs: ArrayLike) -> Floats:
-    """Return (N, K) float64, or raise a ValueError where one is not finite or above 0.
+    """Return (N, K) float64; raise a ValueError if a log-probability is not finite or is above 0.
 
-    Up to 1e-6 is allowed: the logarithm of a probability of 1 may exceed 0 by the rounding of float32.
+    Values up to 1e-6 are allowed: in float32, the logarithm of a probability of 1 may exceed 0 by rounding.
     """
     logprobs = np.asarray(label_logprobs, dtype=np.float64)
     if logprobs.ndim != 2 or 0 in logprobs.shape:
@@ -112,7 +112,7 @@ def _check_logprobs(label_logprobs: ArrayLike) -> Floats:
 
 
 def _logits(confidence: Floats) -> Floats:
-    """Return log(c / (1 - c)), c clipped as in the NLL so that 0 and 1 stay finite."""
+    """Return log(c / (1 - c)), with c clipped as in the NLL so that the logits of 0 and 1 are finite."""
     from scipy.special import logit
 
     clipped = np.clip(confidence, EPSILON, 1.0 - EPSILON)
@@ -126,9 +126,9 @@ def _sigmoid(score: Floats) -> Floats:
 
 
 def _solve_tau(nll_slope: Callable[[float], float]) -> float:
-    """Return 1 / beta where the slope of the NLL in beta is 0, or the end of TAU_RANGE closest to it.
+    """Return 1 / beta at which the slope of the NLL in beta is 0, or the end of TAU_RANGE closest to it.
 
-    The NLL is convex in beta, so the slope never falls and has one root, or none in the range.
+    The NLL is convex in beta, so its slope never decreases: it has one root, or none in the range.
     """
     from scipy.optimize import brentq
 
@@ -152,7 +152,7 @@ class Platt(_Stored):
 
     @classmethod
     def fit(cls, confidence: ArrayLike, correct: ArrayLike) -> Self:
-        """Fit slope and intercept; without right or without wrong rows, raise a ValueError. (N,), (N,)."""
+        """Fit slope and intercept; raise a ValueError if all rows are right or all are wrong. (N,), (N,)."""
         c, z = check_columns(confidence, correct)
         if z.all() or not z.any():
             raise ValueError("Platt needs right and wrong rows, got one kind only")
@@ -204,7 +204,7 @@ class Isotonic(_Stored):
 
 
 class HistogramBinning(_Stored):
-    """The accuracy of the confidence's equal-width bin; for an empty bin, its middle."""
+    """Replace each confidence by the accuracy of its equal-width bin; for an empty bin, by its middle."""
 
     kind: Literal["histogram"] = "histogram"
     values: Shares
@@ -255,14 +255,14 @@ class VectorScaling(_Stored):
     def fit_labels(cls, label_logprobs: ArrayLike, gold: ArrayLike, labels: Sequence[str]) -> Self:
         """Fit weights and biases to the gold labels, starting from the best temperature tau.
 
-        The weights are (1 + u) / tau and the biases b. Minimised is the mean NLL of the gold label plus
-        RIDGE * (|u|^2 + |b|^2), which is convex. The penalty is 0 at the temperature, so the NLL of the fit is never
-        above that of the temperature.
+        The weights are (1 + u) / tau and the biases b. The objective is the mean NLL of the gold label plus
+        RIDGE * (|u|^2 + |b|^2), which is convex. The penalty is 0 at the start, u = b = 0, so the NLL of the fit is
+        never above that of temperature scaling.
 
         Args:
             label_logprobs: (N, K), the log-probability of each label.
             gold: (N,), the index of the gold label, in [0, K).
-            labels: the K labels.
+            labels: The K labels.
 
         Returns:
             The fitted calibrator.
@@ -271,31 +271,21 @@ class VectorScaling(_Stored):
             ValueError: A column is out of range, or `labels` are not K different labels.
         """
         from scipy.optimize import minimize
-        from scipy.special import log_softmax
 
         logprobs = _check_logprobs(label_logprobs)
         gold_index = check_gold(gold, logprobs.shape)
-        rows, label_count = logprobs.shape
+        row_count, label_count = logprobs.shape
         tau = Temperature.fit_labels(logprobs, gold_index).tau
         score = logprobs / tau
         is_gold = np.zeros(logprobs.shape)
-        is_gold[np.arange(rows), gold_index] = 1.0
-
-        def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
-            u = parameters[:label_count]
-            b = parameters[label_count:]
-            log_probability = log_softmax((1.0 + u) * score + b, axis=1)
-            nll = -float((is_gold * log_probability).sum()) / rows
-            surplus = (np.exp(log_probability) - is_gold) / rows
-            u_slope = (surplus * score).sum(axis=0)
-            b_slope = surplus.sum(axis=0)
-            nll_gradient = np.concatenate([u_slope, b_slope])
-            penalty = RIDGE * float(parameters @ parameters)
-            return nll + penalty, nll_gradient + 2.0 * RIDGE * parameters
+        is_gold[np.arange(row_count), gold_index] = 1.0
 
         start = np.zeros(2 * label_count)
         options = {"maxiter": 10_000, "maxfun": 100_000, "ftol": 1e-15, "gtol": 1e-9}
-        best = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=options).x
+        fit = minimize(
+            _vector_loss_and_gradient, start, args=(score, is_gold), jac=True, method="L-BFGS-B", options=options
+        )
+        best = fit.x
         weights = (1.0 + best[:label_count]) / tau
         biases = best[label_count:]
         return cls(labels=tuple(labels), weights=weights.tolist(), biases=biases.tolist())
@@ -312,8 +302,8 @@ class VectorScaling(_Stored):
         """Return the scaled probability of one label of a row, in [0, 1].
 
         Args:
-            logprobs: Label -> log-probability. Other labels than those of the fit raise a ValueError.
-            label: One of them.
+            logprobs: Label -> log-probability. Labels other than those of the fit raise a ValueError.
+            label: One of these labels.
         """
         if logprobs.keys() != set(self.labels):
             own = ", ".join(logprobs)
@@ -324,17 +314,40 @@ class VectorScaling(_Stored):
         return float(np.exp(scaled[0, self.labels.index(label)]))
 
 
+def _vector_loss_and_gradient(parameters: Floats, score: Floats, is_gold: Floats) -> tuple[float, Floats]:
+    """Return the objective of `VectorScaling.fit_labels` and its gradient.
+
+    Args:
+        parameters: (2 K,), u followed by b.
+        score: (N, K), the log-probabilities divided by the best temperature.
+        is_gold: (N, K), 1 at the gold label of each row and 0 elsewhere.
+    """
+    from scipy.special import log_softmax
+
+    row_count, label_count = score.shape
+    u = parameters[:label_count]
+    b = parameters[label_count:]
+    log_probability = log_softmax((1.0 + u) * score + b, axis=1)
+    nll = -float((is_gold * log_probability).sum()) / row_count
+    surplus = (np.exp(log_probability) - is_gold) / row_count
+    u_slope = (surplus * score).sum(axis=0)
+    b_slope = surplus.sum(axis=0)
+    nll_gradient = np.concatenate([u_slope, b_slope])
+    penalty = RIDGE * float(parameters @ parameters)
+    return nll + penalty, nll_gradient + 2.0 * RIDGE * parameters
+
+
 def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], Floats]:
     """Return the labels that all rows share, and their log-probabilities in one table.
 
     Args:
-        rows: label -> log-probability, of each row; at least one row.
+        rows: Label -> log-probability, for each row; at least one row.
 
     Returns:
         The K labels in the first row's order, and (N, K) log-probabilities.
 
     Raises:
-        ValueError: A row has other labels than the first; their order does not matter.
+        ValueError: A row has different labels from the first row; the order of the labels does not matter.
 
     >>> label_table([{"A": -1.0, "B": -2.0}, {"B": -3.0, "A": -4.0}])[1].tolist()
     [[-1.0, -2.0], [-4.0, -3.0]]
@@ -354,12 +367,12 @@ def pad_label_logprobs(rows: Sequence[Mapping[str, float]], golds: Sequence[str]
     """Put rows with different labels into one table, for a fit that reads only the index of the gold label.
 
     Args:
-        rows: label -> log-probability, of each row.
+        rows: Label -> log-probability, for each row.
         golds: The gold label of each row, one of its labels.
 
     Returns:
-        (N, K) log-probabilities for the K labels of the longest row, NO_LABEL beyond a row's own; and (N,) the indices
-        of the gold labels.
+        (N, K) log-probabilities, where K is the length of the longest row, and shorter rows are padded with NO_LABEL.
+        (N,) indices of the gold labels.
 
     >>> table, gold_index = pad_label_logprobs([{"A": -1.0, "B": -2.0}, {"C": -3.0}], ["B", "C"])
     >>> table.tolist(), gold_index.tolist()
@@ -389,13 +402,13 @@ _STORED: TypeAdapter[Calibrator] = TypeAdapter(Annotated[Calibrator, Field(discr
 def read_calibrator(path: Path) -> Calibrator:
     """Read a calibrator that `catto calibrate fit` wrote; a bad file raises a DataError that names the field."""
     value = read_json(path)
-    if isinstance(value, dict):  # the model refuses all other values below
+    if isinstance(value, dict):  # the validation below rejects all other values
         if "kind" not in value:
             observed = f"has {join_names(list(value))}" if value else "is an empty object"
             expected = f"expected what catto calibrate fit writes (kind: {', '.join(CALIBRATORS)})"
             raise DataError(path, None, f"not a calibrator: it {observed}, {expected}")
         version = value.get("schema_version")
-        if version != 1:  # checked before the kind, which a later version may have added
+        if version != 1:  # checked before the kind, which a later version may add
             raise DataError(path, None, f"schema_version is {shorten_text(repr(version))}, this catto reads 1")
     with data_errors_at(path, value=value):
         return _STORED.validate_python(value)

@@ -1,11 +1,12 @@
 """Held-out preference accuracy: how often a model's implicit reward prefers the chosen response of a pair.
 
 The implicit reward of DPO (Rafailov et al., 2023) is `log pi(y | x) - log pi_start(y | x)`, up to a factor and a term
-of the prompt, neither of which changes the order of two responses to one prompt.
+that depends only on the prompt. Neither changes the order of two responses to the same prompt.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import nan
 from statistics import fmean
@@ -27,24 +28,28 @@ def reward_margins(policy: Sequence[PairLogprobs], start: Sequence[PairLogprobs]
     """Subtract the reward of the rejected response from that of the chosen one, pair by pair.
 
     Args:
-        policy: the log-probabilities of N pairs under the trained model.
-        start: those of the same pairs, in the same order, under the model that training started from.
+        policy: The log-probabilities of N pairs under the trained model.
+        start: Those of the same pairs, in the same order, under the model that training started from.
 
     Returns:
-        N margins: positive where the policy prefers the chosen response.
+        N margins, positive if the policy prefers the chosen response.
+
+    Raises:
+        DataError: The two sequences are not about the same pairs.
     """
     if [pair.question for pair in policy] != [pair.question for pair in start]:
         raise DataError("pairs", None, "the policy's pairs are not those of the start model")
     margins = []
-    for ours, before in zip(policy, start, strict=True):
-        whole = (ours.chosen - before.chosen) - (ours.rejected - before.rejected)
-        reasoning = _reasoning_margin(ours, before)
-        margins.append(PairMargin(question=ours.question, whole=whole, reasoning=reasoning))
+    for after, before in zip(policy, start, strict=True):
+        whole = (after.chosen - before.chosen) - (after.rejected - before.rejected)
+        reasoning = _reasoning_margin(after, before)
+        margins.append(PairMargin(question=after.question, whole=whole, reasoning=reasoning))
     return margins
 
 
-def _reasoning_margin(ours: PairLogprobs, before: PairLogprobs) -> float | None:
-    parts = (ours.chosen_reasoning, before.chosen_reasoning, ours.rejected_reasoning, before.rejected_reasoning)
+def _reasoning_margin(after: PairLogprobs, before: PairLogprobs) -> float | None:
+    """Return the margin over the reasoning; None if both responses have the same reasoning."""
+    parts = (after.chosen_reasoning, before.chosen_reasoning, after.rejected_reasoning, before.rejected_reasoning)
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -53,9 +58,9 @@ def _reasoning_margin(ours: PairLogprobs, before: PairLogprobs) -> float | None:
 
 
 def margins_of(pairs: Sequence[PairMargin], part: Part) -> list[float]:
-    """Return the margins over whole responses, or over their reasoning; empty where no two reasonings differ.
+    """Return the margins over whole responses or over their reasoning.
 
-    Where some differ, a pair with the same reasoning twice is a tie.
+    A pair whose responses have the same reasoning is a tie in reasoning. If all pairs are, the list is empty.
     """
     if part == "whole":
         return [pair.whole for pair in pairs]
@@ -65,7 +70,7 @@ def margins_of(pairs: Sequence[PairMargin], part: Part) -> list[float]:
 
 
 def order_scores(margins: ArrayLike) -> Floats:
-    """Score each margin: 1 where the chosen response is preferred, 0 where the rejected one is, 0.5 for a tie. (N,).
+    """Score each margin: 1 if the chosen response is preferred, 0 if the rejected one is, 0.5 for a tie. (N,).
 
     >>> order_scores([0.3, 0.0, -2.0]).tolist()
     [1.0, 0.5, 0.0]
@@ -74,7 +79,7 @@ def order_scores(margins: ArrayLike) -> Floats:
 
 
 def preference_accuracy(margins: ArrayLike) -> float:
-    """Return the share of pairs whose margin is positive, in [0, 1]; ties count half. nan of no pairs.
+    """Return the share of pairs whose margin is positive, in [0, 1]; ties count half. nan if there are no pairs.
 
     >>> preference_accuracy([0.3, 0.0, -2.0, 1.0])
     0.625
@@ -86,34 +91,34 @@ def preference_accuracy(margins: ArrayLike) -> float:
 def preference_interval(
     runs: Sequence[Sequence[PairMargin]], part: Part, *, resamples: int, level: float = 0.95, seed: int = 0
 ) -> Interval:
-    """Return the preference accuracy, a mean over runs, with its percentile bootstrap interval over questions.
+    """Return the mean preference accuracy over runs, with its percentile bootstrap interval over questions.
 
-    Pairs of one question, in one run or in several, are drawn together. Every run counts the same, whatever its number
-    of pairs.
+    All pairs of a question, in one run or in several, are drawn together. Every run has the same weight, regardless of
+    its number of pairs.
 
     Args:
-        runs: the margins of each run (seed), at least one pair each.
-        part: whole responses, or their reasoning.
-        resamples: number of bootstrap resamples.
-        level: of the interval, in (0, 1).
-        seed: of the resamples.
+        runs: The margins of each run (seed), at least one pair each.
+        part: Whole responses, or their reasoning.
+        resamples: Number of bootstrap resamples.
+        level: Level of the interval, in (0, 1).
+        seed: Seed of the resamples.
+
+    Returns:
+        The interval; all nan if the margins of a run are empty.
     """
-    numbers: dict[str, int] = {}  # of the questions
-    ordered: list[float] = []  # of each question: the weighted scores of its pairs, and their weights
-    weights: list[float] = []
+    score_of_question: dict[str, float] = defaultdict(float)
+    weight_of_question: dict[str, float] = defaultdict(float)
     for run in runs:
         scores = order_scores(margins_of(run, part))
         if len(scores) == 0:
             return Interval(nan, nan, nan, level)
-        weight = 1.0 / len(scores)
+        weight_of_pair = 1.0 / len(scores)
         for pair, score in zip(run, scores.tolist(), strict=True):
-            number = numbers.setdefault(pair.question, len(numbers))
-            if number == len(ordered):
-                ordered.append(0.0)
-                weights.append(0.0)
-            ordered[number] += weight * score
-            weights[number] += weight
-    interval = ratio_interval(np.array(ordered), np.array(weights), resamples=resamples, level=level, seed=seed)
-    # Summed by question, the value can differ from the mean over runs in its last bit: 0.5 of ties is exact here.
+            score_of_question[pair.question] += weight_of_pair * score
+            weight_of_question[pair.question] += weight_of_pair
+    weighted_scores = np.array(list(score_of_question.values()))
+    weights = np.array(list(weight_of_question.values()))
+    interval = ratio_interval(weighted_scores, weights, resamples=resamples, level=level, seed=seed)
+    # The sums over questions may differ from this mean over runs in the last bit. Here, ties alone give exactly 0.5.
     value = fmean(preference_accuracy(margins_of(run, part)) for run in runs)
     return Interval(value, interval.low, interval.high, level)

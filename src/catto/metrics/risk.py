@@ -11,12 +11,12 @@ from numpy.typing import ArrayLike
 from catto.metrics.binning import Bools, Floats, check_columns
 
 # Thresholds are tried in steps of 1/40 of the answers, the most confident first. Testing starts at an eighth, a
-# quarter, half and all of the answers, each with its share of delta. Where the confidence does not rank the answers,
+# quarter, half and all of the answers, each with its share of delta. If the confidence does not rank the answers,
 # these shares found a threshold in 59 % of simulated sets of 400 answers, and equal shares in 45 %.
 STEPS = 40
 SHARE_OF_DELTA = {5: 0.125, 10: 0.125, 20: 0.25, 40: 0.5}
 
-# `estimate_rows_needed` looks for a size that succeeds this often, and gives up above the largest size.
+# `estimate_rows_needed` searches for a size that succeeds with this probability, up to the largest size.
 PROBABLE = 0.8
 LARGEST_SIZE = 10_000_000
 
@@ -26,8 +26,8 @@ class Threshold:
     """Answer at `confidence >= threshold`.
 
     Attributes:
-        threshold: None where no threshold is good enough: answer nothing.
-        risk: Largest share of wrong answers that was asked for.
+        threshold: None if no threshold is good enough; then nothing is answered.
+        risk: The requested maximum share of wrong answers.
         delta: Probability with which the promise may fail.
         coverage: Share of the given rows that are answered.
         answered: Number of the given rows that are answered.
@@ -62,21 +62,21 @@ def threshold_for_risk(
 
     Candidates answer the most confident 1/40, 2/40, ... of the rows and are tested one after another. A candidate
     passes if an error rate of `risk` would lead to so few errors with probability at most the level (exact binomial
-    test). The level is a part of delta: testing starts at an eighth, a quarter, half and all of the rows with 1/8, 1/8,
-    1/4 and 1/2 of delta. A candidate that passes hands its level on to the next, lower one; a candidate that fails
-    loses it. The lowest candidate that passed is taken ("learn then test" with the fallback procedure of Wiens and
+    test). The level is a part of delta. Testing starts at an eighth, a quarter, half and all of the rows, with 1/8,
+    1/8, 1/4 and 1/2 of delta. A candidate that passes hands its level on to the next, lower one; a candidate that fails
+    loses it. The result is the lowest candidate that passed ("learn then test" with the fallback procedure of Wiens and
     Dmitrienko).
 
     A candidate lies just above the confidence of the first row that it leaves out. Given that confidence, the answered
     rows are independent draws, so each test is exact. The guarantee of the whole sequence is exact for thresholds
-    chosen in advance; for these it was checked by simulation.
+    chosen in advance; for these thresholds, it was checked by simulation.
 
-    The rows must be drawn like those that are answered later, and must not have been used to fit the confidence.
+    The rows must come from the same distribution as later answers, and must not have been used to fit the confidence.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        risk: Largest share of wrong answers, in (0, 1).
+        risk: Maximum share of wrong answers, in (0, 1).
         delta: Probability with which the promise may fail, in (0, 1).
 
     >>> found = threshold_for_risk([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10)
@@ -115,12 +115,13 @@ def _list_candidates(confidence: Floats, correct: Bools) -> list[Candidate]:
     rows = len(falling)
     candidates = []
     for step in range(1, STEPS + 1):
-        place = max(round(rows * step / STEPS), 1)
+        wanted = max(round(rows * step / STEPS), 1)
         # Rows of equal confidence are answered together.
-        answered = int(np.searchsorted(-falling, -falling[place - 1], side="right"))
+        answered = int(np.searchsorted(-falling, -falling[wanted - 1], side="right"))
         threshold = 0.0
         if answered < rows:
-            threshold = float(np.nextafter(falling[answered], 2.0))
+            first_left_out = falling[answered]
+            threshold = float(np.nextafter(first_left_out, 2.0))
         candidates.append(Candidate(threshold, answered, int(errors_so_far[answered])))
     return candidates
 
@@ -167,11 +168,11 @@ def estimate_rows_needed(
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        risk: Largest share of wrong answers, in (0, 1).
+        risk: Maximum share of wrong answers, in (0, 1).
         delta: Probability with which the promise may fail, in (0, 1).
 
     Returns:
-        The number of rows, or None where the error rate of the most confident rows is not below `risk`: more rows
+        The number of rows, or None if the error rate of the most confident rows is not below `risk`: more rows
         would probably not help.
 
     >>> estimate_rows_needed([0.9] * 20, [True] * 20)
@@ -190,7 +191,7 @@ def estimate_rows_needed(
 
 
 def _find_size(error_rate: float, *, coverage: float, risk: float, level: float) -> int | None:
-    """Return the smallest tried number of rows with which a candidate of that coverage probably passes its test."""
+    """Return the smallest size tried at which a candidate with this coverage probably passes; None if none does."""
     from scipy.stats import binom
 
     if error_rate >= risk:

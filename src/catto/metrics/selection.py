@@ -1,13 +1,15 @@
-"""Confidence@k: choose one of k sampled answers, by confidence and by its rivals.
+"""Confidence@k: choose one of k sampled answers, by confidence and by competing rules.
 
-From n samples per question every size is measured on all C(n, k) subsets, the same subsets of sample numbers for every
-question; above `MOST_SUBSETS` on so many of them, drawn by a fixed seed. Ties go to the answer that was sampled first.
+From n samples per question, every k is measured on all C(n, k) subsets of sample numbers, which are the same for every
+question. If there are more than `MOST_SUBSETS`, that many are drawn with a fixed seed. Ties go to the answer that was
+sampled first.
 
-The confidence of the chosen answer is the chosen sample's own; for the majority vote it is the share of votes, for the
-weighted vote the share of confidence. The oracle, right where any of the k is, is a bound and has none.
+The confidence of the chosen answer is that of the chosen sample. For the majority vote, it is the share of votes; for
+the weighted vote, the share of confidence. The oracle is right if any of the k samples is; it is an upper bound and has
+no confidence.
 
-Adaptive k takes samples one after another: a vote ends when the samples to come cannot change it, which loses nothing;
-the most confident ends at the first sample that reaches a confidence chosen on validation questions.
+Adaptive k draws samples one after another. A vote ends when further samples cannot change it, which loses nothing. The
+most confident rule ends at the first sample that reaches a confidence chosen on validation questions.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ MOST_CONFIDENT = "most confident"
 LIKELIEST = "mean log-probability"
 RANDOM = "one random sample"
 ORACLE = "oracle"
-# Rules by numbers that a file has where its engine gave the candidates of every token -> field of a prediction.
+# Rules that need scores from the candidates of every token, which not every engine returns -> field of a prediction.
 TOKENS = {"self-certainty": "self_certainty", "lowest-group confidence": "lowest_group"}
-# Tokens of a group; a shorter response is one group.
+# Number of tokens in a group; a shorter response is one group.
 GROUP = 128
 
 
@@ -55,10 +57,9 @@ class Candidates:
         questions: Q ids.
         label: (Q, n) codes of the labels or normalised answers, -1 for none.
         confidence: (Q, n) in [0, 1].
-        logprob: (Q, n) mean log-probability of a sample's tokens, nan where it is unknown.
-        correct: (Q, n).
-        tokens: Scores of each sample's tokens, (Q, n) each, nan where unknown; by the name of the rule that takes the
-            highest.
+        logprob: (Q, n) mean log-probability of a sample's tokens, nan if unknown.
+        correct: (Q, n) whether a sample is right.
+        tokens: Name of a rule in TOKENS -> the scores of which it takes the highest, (Q, n), nan if unknown.
     """
 
     questions: tuple[str, ...]
@@ -80,13 +81,13 @@ class Candidates:
         )
 
     def right(self, place: Ints) -> Bools:
-        """Return whether one sample of each question is right. place: (Q,), its sample number -> (Q,)."""
+        """Return whether one sample of each question is right. (Q,) sample numbers -> (Q,)."""
         return self.correct[np.arange(len(place)), place]
 
 
 @dataclass(frozen=True)
 class Selected:
-    """A rule at k: accuracy with its bootstrap interval over questions, and the ECE of its confidence (20 bins).
+    """Results of a rule at k: accuracy with its bootstrap interval over questions, and ECE of its confidence (20 bins).
 
     Attributes:
         rule: Name of the rule.
@@ -115,7 +116,7 @@ def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[fl
     """Return a response's self-certainty, and the self-certainty of its least certain group of tokens.
 
     A token's certainty is minus the mean log-probability of its candidates. The mean over all tokens is self-certainty
-    (Kang et al., 2025) up to a constant, as far as the candidates go; the lowest mean over `GROUP` consecutive tokens
+    (Kang et al., 2025) up to a constant, restricted to the candidates. The lowest mean over `GROUP` consecutive tokens
     is DeepConf's lowest-group confidence (Fu et al., 2025).
 
     Args:
@@ -139,30 +140,36 @@ def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[fl
 
 
 def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Prediction]]:
-    """Return the samples of every question by rising sample number; questions are in the order of the predictions.
+    """Group predictions by question.
+
+    Args:
+        predictions: Equally many samples of every question, in any order.
+
+    Returns:
+        For each question, its samples in order of increasing sample number. Questions are in order of first appearance.
 
     Raises:
-        ValueError: There are no predictions, questions differ in the number of their samples, or a question has one
-            sample number twice or two gold labels.
+        ValueError: There are no predictions, questions differ in the number of their samples, or a question repeats a
+            sample number or has two gold labels.
     """
     samples_of: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         samples_of.setdefault(prediction.question, []).append(prediction)
     if not samples_of:
         raise ValueError("no predictions to select from")
-    rows = [sorted(samples, key=lambda prediction: prediction.sample) for samples in samples_of.values()]
-    first = rows[0]
-    for row in rows:
-        name = row[0].question
-        if len(row) != len(first):
-            raise ValueError(f"question {name} has {len(row)} samples, {first[0].question} has {len(first)}")
-        numbers = {prediction.sample for prediction in row}
-        if len(numbers) < len(row):
+    questions = [sorted(samples, key=lambda prediction: prediction.sample) for samples in samples_of.values()]
+    first = questions[0]
+    for samples in questions:
+        name = samples[0].question
+        if len(samples) != len(first):
+            raise ValueError(f"question {name} has {len(samples)} samples, {first[0].question} has {len(first)}")
+        sample_numbers = {prediction.sample for prediction in samples}
+        if len(sample_numbers) < len(samples):
             raise ValueError(f"question {name} has a sample twice")
-        golds = {prediction.gold for prediction in row}
+        golds = {prediction.gold for prediction in samples}
         if len(golds) > 1:
             raise ValueError(f"question {name} has two gold labels")
-    return rows
+    return questions
 
 
 def gather_candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
@@ -171,7 +178,7 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
     Args:
         predictions: Equally many samples of every question, in any order. The temperature at which they were sampled
             does not matter.
-        tau: Temperature of the confidence that ranks them; None takes the confidence they state.
+        tau: Temperature of the confidence that ranks the samples; None takes their stated confidence.
 
     Returns:
         The columns, (Q, n) each. A score that no sample has is left out of `tokens`.
@@ -179,18 +186,20 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
     Raises:
         ValueError: See `samples_by_question` and `confidence_at`.
     """
-    rows = samples_by_question(predictions)
-    shape = (len(rows), len(rows[0]))
+    questions = samples_by_question(predictions)
+    shape = (len(questions), len(questions[0]))
     label = np.empty(shape, dtype=np.intp)
     confidence = np.empty(shape)
     logprob = np.full(shape, np.nan)
     correct = np.empty(shape, dtype=np.bool_)
     tokens = {rule: np.empty(shape) for rule in TOKENS}
+    # Codes count from 0 in order of appearance; a missing label has -1.
     code_of: dict[str | None, int] = {None: -1}
-    for question, row in enumerate(rows):
-        for sample, prediction in enumerate(row):
-            cell = question, sample
-            label[cell] = code_of.setdefault(prediction.choice, len(code_of) - 1)
+    for question_index, samples in enumerate(questions):
+        for sample_index, prediction in enumerate(samples):
+            cell = (question_index, sample_index)
+            next_code = len(code_of) - 1
+            label[cell] = code_of.setdefault(prediction.choice, next_code)
             confidence[cell] = prediction.confidence if tau is None else confidence_at(prediction, tau)
             if prediction.mean_logprob is not None:
                 logprob[cell] = prediction.mean_logprob
@@ -199,7 +208,7 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
                 tokens[rule][cell] = getattr(prediction, field_name)  # None becomes nan
     known_tokens = {rule: column for rule, column in tokens.items() if not np.isnan(column).all()}
     return Candidates(
-        questions=tuple(row[0].question for row in rows),
+        questions=tuple(samples[0].question for samples in questions),
         label=label,
         confidence=confidence,
         logprob=logprob,
@@ -230,14 +239,14 @@ class Sampling:
 
 
 def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
-    """Choose among the temperatures of the predictions the one at which the most confident of k samples is best.
+    """Choose the sampling temperature at which the most confident of k samples is right most often.
 
     Args:
         predictions: The same questions and k samples of each at every temperature.
-        tau: Temperature of the confidence that ranks them.
+        tau: Temperature of the confidence that ranks the samples.
 
     Returns:
-        The choice; in case of a tie, the lowest temperature.
+        The choice among the temperatures of the predictions; in case of a tie, the lowest.
 
     Raises:
         ValueError: There are no predictions, or those of one temperature cannot be gathered, see `gather_candidates`.
@@ -270,9 +279,11 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
 
 
 class ChosenSamples(NamedTuple):
-    """The chosen sample of every question and the confidence of the choice, both (Q,).
+    """The chosen sample of every question.
 
-    `place` is the sample's number among the candidates.
+    Attributes:
+        place: (Q,) index of the chosen sample among the candidates.
+        confidence: (Q,) confidence of the choice.
     """
 
     place: Ints
@@ -280,7 +291,7 @@ class ChosenSamples(NamedTuple):
 
 
 def _pick_highest(candidates: Candidates, score: Floats) -> ChosenSamples:
-    """Take the sample with the highest score; one without a score comes last. score: (Q, k)."""
+    """Choose the sample with the highest score; samples without a score (nan) come last. score: (Q, k)."""
     place = np.where(np.isnan(score), -np.inf, score).argmax(axis=1)
     return ChosenSamples(place, candidates.confidence[np.arange(len(score)), place])
 
@@ -299,10 +310,10 @@ def _pick_by_tokens(candidates: Candidates, rule: str) -> ChosenSamples:
     return _pick_highest(candidates, candidates.tokens[rule])
 
 
-def _share_labels(candidates: Candidates) -> Bools:
+def _compare_labels(candidates: Candidates) -> Bools:
     """Return at [q, i, j] whether samples i and j of question q have the same label. (Q, k) -> (Q, k, k).
 
-    It is False for a sample without a label, also with itself: such a sample has no vote.
+    A sample without a label is not even equal to itself, because it has no vote.
     """
     is_equal = candidates.label[:, :, None] == candidates.label[:, None, :]
     has_label = candidates.label >= 0
@@ -310,31 +321,36 @@ def _share_labels(candidates: Candidates) -> Bools:
 
 
 class _Support(NamedTuple):
-    """Votes for each sample's label, (Q, k), -1 without a label; and the first sample of the winning label, (Q,)."""
+    """The votes for each label.
+
+    Attributes:
+        of_samples: (Q, k) votes for the label of each sample; -1 for a sample without a label.
+        winner: (Q,) index of the first sample with the winning label.
+    """
 
     of_samples: Floats
     winner: Ints
 
 
 def _sum_votes(candidates: Candidates, weight: Floats) -> _Support:
-    """Add up the votes for each label; of labels with equally many votes, the one that was sampled first wins.
+    """Add up the votes for each label; in a tie, the label that was sampled first wins.
 
-    Sums that differ by at most 1e-12 are equal: adding the same votes in another order may change the last bits.
+    Sums that differ by at most 1e-12 count as equal, because the order of addition may change the last bits.
 
     Args:
         candidates: (Q, k).
-        weight: (Q, k), what each sample's vote weighs.
+        weight: (Q, k), the weight of each sample's vote.
     """
-    votes = (_share_labels(candidates) * weight[:, None, :]).sum(axis=2)
+    votes = (_compare_labels(candidates) * weight[:, None, :]).sum(axis=2)
     support = np.where(candidates.label >= 0, votes, -1.0)  # no label: never the winner
     has_most = support >= support.max(axis=1, keepdims=True) - ROUNDING
     return _Support(support, winner=has_most.argmax(axis=1))
 
 
 def _pick_by_vote(candidates: Candidates, rule: str) -> ChosenSamples:
-    """Take the label with most votes; the confidence is its share of the total weight.
+    """Choose the label with most votes; the confidence is its share of the total weight.
 
-    It is 0 where no sample has a label or all weights are 0.
+    The confidence is 0 if no sample has a label or all weights are 0.
     """
     weight = VOTES[rule](candidates)
     support = _sum_votes(candidates, weight)
@@ -352,7 +368,7 @@ def _weigh_by_confidence(candidates: Candidates) -> Floats:
     return candidates.confidence
 
 
-# What a sample's vote weighs, at most 1.
+# The weight of each sample's vote, at most 1.
 VOTES: dict[str, Callable[[Candidates], Floats]] = {
     "majority vote": _weigh_equally,
     "confidence-weighted vote": _weigh_by_confidence,
@@ -376,15 +392,15 @@ def samples_still_needed(
 ) -> Ints:
     """Return how many more samples the choice needs at least after the first m of k; 0 means that it is settled.
 
-    A vote is settled when no way to fill up the k samples changes it: its lead over every rival is larger than what is
-    to come, or as large where its first sample came before the rival's. The most confident is settled when its
-    confidence reaches `stop`. Other rules take all k.
+    A vote is settled when the remaining samples cannot change it. Then the winner's lead over every rival exceeds the
+    number of remaining samples, or equals it if the winner was sampled before the rival. The most confident sample is
+    settled when its confidence reaches `stop`. Other rules need all k samples.
 
     Args:
         candidates: (Q, m), the samples so far; m may be 0.
         rule: A name of RULES.
-        k: Most samples per question.
-        stop: Confidence in [0, 1], for the most confident.
+        k: Maximum number of samples per question.
+        stop: Confidence in [0, 1] at which the most confident sample is settled.
 
     Returns:
         (Q,) whole numbers from 0 to k - m.
@@ -397,7 +413,7 @@ def samples_still_needed(
     if rule not in VOTES:
         return np.full(questions, remaining)
     if taken == 0:
-        # A label with the first half of the k votes, each of weight 1, cannot be overtaken: it wins ties.
+        # A label that gets the first half of the k votes, each of weight 1, cannot be overtaken, because it wins ties.
         return np.full(questions, (remaining + 1) // 2)
     return _votes_still_needed(candidates, VOTES[rule](candidates), remaining)
 
@@ -407,9 +423,9 @@ def _votes_still_needed(
     weight: Floats,
     remaining: int,
 ) -> Ints:
-    """Return how many more votes settle a vote at least, of those that remain. (Q, m) -> (Q,).
+    """Return how many of the remaining votes are needed at least to settle a vote. (Q, m) -> (Q,).
 
-    All further votes are taken to weigh 1, the most that a vote can weigh.
+    Every remaining vote is assumed to have weight 1, the maximum.
     """
     support, winner = _sum_votes(candidates, weight)
     winning_label = np.take_along_axis(candidates.label, winner[:, None], axis=1)
@@ -418,10 +434,10 @@ def _votes_still_needed(
     rival_support = np.where(is_rival, support, 0.0)
     winning_support = support.max(axis=1, keepdims=True).clip(min=0.0)
     lead = winning_support - rival_support
-    first_of_label = _share_labels(candidates).argmax(axis=2)
+    first_of_label = _compare_labels(candidates).argmax(axis=2)
     rival_wins_ties = is_rival & (first_of_label < winner[:, None])
-    # With b more votes for the winner it leads by lead + b, and remaining - b are to come: the lead must exceed them,
-    # or reach them where the winner came first.
+    # After b more votes for the winner, it leads by lead + b, and remaining - b votes are left. The lead must exceed
+    # them, or only equal them if the winner was sampled before the rival.
     to_exceed = np.floor((remaining - lead + ROUNDING) / 2) + 1
     to_exceed = np.where(lead > remaining + ROUNDING, 0.0, to_exceed)
     to_reach = np.maximum(0.0, np.ceil((remaining - lead - ROUNDING) / 2))
@@ -434,12 +450,12 @@ def choose_adaptively(
     rule: str,
     stop: float | None = 1.0,
 ) -> tuple[ChosenSamples, Ints]:
-    """Choose one of up to k samples, taken one after another until no more is needed.
+    """Choose one of up to k samples, which are taken one after another until the choice is settled.
 
     Args:
         candidates: (Q, k).
         rule: A name of RULES.
-        stop: See `samples_still_needed`; None takes all k.
+        stop: See `samples_still_needed`; None takes all k samples.
 
     Returns:
         The choice, and how many samples were taken, (Q,).
@@ -449,7 +465,7 @@ def choose_adaptively(
     taken = np.full(len(candidates.questions), k)
     if stop is None:
         return choice, taken
-    # From k downwards, so that the smallest count at which a question is settled is written last.
+    # Counts decrease, so that the smallest count at which a question is settled is written last.
     for count in range(k - 1, 0, -1):
         first_samples = candidates.at(np.arange(count))
         is_settled = samples_still_needed(first_samples, rule, k, stop) == 0
@@ -463,9 +479,10 @@ def choose_adaptively(
 
 
 def choose_stop(candidates: Candidates) -> float:
-    """Choose the confidence at which the most confident of k may stop without fewer right answers than all k give.
+    """Choose the confidence at which sampling may stop without fewer right answers than with all k samples.
 
-    STOPS are tried from 1 downwards. The last one before the number of right answers falls is returned.
+    The rule is the most confident sample. STOPS are tried from 1 downwards, and the last one before the number of right
+    answers falls is returned.
 
     Args:
         candidates: (Q, k) of validation questions.
@@ -488,10 +505,10 @@ def choose_stop(candidates: Candidates) -> float:
 
 
 def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
-    """Return subsets of k of n sample numbers: all of them, or up to MOST_SUBSETS random ones where there are more.
+    """Return subsets of k of n sample numbers: all of them, or up to MOST_SUBSETS random ones if there are more.
 
     Returns:
-        (S, k) sample numbers, rising within a subset, S <= MOST_SUBSETS; and whether these are all C(n, k) subsets.
+        (S, k) sample numbers, increasing within a subset, S <= MOST_SUBSETS; and whether these are all C(n, k) subsets.
 
     Raises:
         ValueError: k is not in [1, n].
@@ -505,7 +522,7 @@ def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
         return np.array(list(combinations(range(n), k)), dtype=np.intp), True
     rng = np.random.default_rng(0)  # the same subsets for every file
     drawn: dict[tuple[int, ...], None] = {}  # a set that keeps its order
-    for _ in range(4 * MOST_SUBSETS):
+    for _ in range(4 * MOST_SUBSETS):  # some draws repeat a subset
         subset = rng.choice(n, k, replace=False).tolist()
         drawn[tuple(sorted(subset))] = None
         if len(drawn) == MOST_SUBSETS:
@@ -527,10 +544,10 @@ def measure_rules(
     Args:
         candidates: (Q, n), n >= k.
         k: Number of samples to choose from.
-        seed: Of the bootstrap.
+        seed: Seed of the bootstrap.
 
     Returns:
-        One row per rule; a rule whose score no sample has is left out.
+        One row per rule; a rule is left out if no sample has its score.
 
     Raises:
         ValueError: k is not in [1, n].
@@ -556,7 +573,10 @@ def measure_rules(
 
 
 def _measure_random_sample(candidates: Candidates, k: int, *, seed: int) -> Selected:
-    """Measure one random sample. That of a random subset is one of all n, so each of the n counts as a subset."""
+    """Measure the choice of one random sample.
+
+    A random sample of a random subset is a random one of all n samples, so each of the n counts as a subset.
+    """
     rights = list(candidates.correct.T)
     eces = []
     for confidence, right in zip(candidates.confidence.T, rights, strict=True):
@@ -565,7 +585,7 @@ def _measure_random_sample(candidates: Candidates, k: int, *, seed: int) -> Sele
 
 
 def _usable_rules(candidates: Candidates) -> list[str]:
-    """Return the rules whose score at least one sample has."""
+    """Return the rules whose score is known for at least one sample."""
     rules = []
     for rule in RULES:
         if rule == LIKELIEST and np.isnan(candidates.logprob).all():
@@ -585,15 +605,15 @@ def _summarise_rule(
     exact: bool,
     seed: int,
 ) -> Selected:
-    """Average correctness over subsets, then over questions, and the ECEs over subsets.
+    """Average correctness over subsets and then over questions, and average the ECEs over subsets.
 
     Args:
         rule: Name of the rule.
         k: Number of samples to choose from.
         rights: For each subset, whether each question's choice is right, (Q,).
-        eces: For each subset; a single nan for a rule without a confidence.
+        eces: The ECE of each subset; a single nan for a rule without a confidence.
         exact: Whether these are all subsets.
-        seed: Of the bootstrap.
+        seed: Seed of the bootstrap.
     """
     right_share = np.asarray(np.mean(rights, axis=0, dtype=np.float64))
     interval = ratio_interval(right_share, np.ones_like(right_share), level=LEVEL, seed=seed)
@@ -611,13 +631,13 @@ def _summarise_rule(
 
 
 def within_questions(candidates: Candidates, *, seed: int = 0) -> Within:
-    """Return the AUROC of the confidence among the samples of the same question; above a half, it helps to pick one.
+    """Return the AUROC of the confidence among samples of the same question; above a half, it helps to choose one.
 
     It is computed from all n samples and does not depend on k. A sample without an answer counts as wrong.
 
     Args:
         candidates: (Q, n).
-        seed: Of the bootstrap.
+        seed: Seed of the bootstrap.
     """
     question_of_sample = np.repeat(candidates.questions, candidates.label.shape[1]).tolist()
     return auroc_within(

@@ -1,12 +1,12 @@
-"""Temperature from stored predictions: no model is run.
+"""Fit and apply a temperature to stored predictions, without running a model.
 
-A prediction holds log p_1(j) of every label and, on a grid of tau, L(tau) = logsumexp(z / tau) - max(z) / tau. Since
+A prediction stores log p_1(j) of every label and, on a grid of tau, L(tau) = logsumexp(z / tau) - max(z) / tau. Since
 z_j - max(z) = log p_1(j) + L(1), the full-vocabulary log-probability at any tau is
 
     log p_tau(j) = (log p_1(j) + L(1)) / tau - L(tau)
 
-Among the labels alone (`normalized`), L(tau) is the log-sum-exp over the labels of log p_1(j) / tau instead: what has
-moved to other tokens does not count, and no grid is needed.
+Among the labels alone (`normalized`), L(tau) is the log-sum-exp over the labels of log p_1(j) / tau instead. The
+probability of other tokens does not count, and no grid is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from catto.metrics.binning import Floats
 from catto.metrics.calibrators import NO_LABEL, TAU_RANGE, Temperature, pad_label_logprobs
 from catto.records import Prediction
 
-ONE = TAU_GRID.index(1.0)
+ONE = TAU_GRID.index(1.0)  # position of tau 1 on the grid
 # The share of a sum that float64 cannot distinguish from 0.
 ROUNDING = 1e-15
 
@@ -35,16 +35,20 @@ def confidence_at(
     tau: float = 1.0,
     kind: Rescaled = "raw",
 ) -> float:
-    """Return the probability of the prediction's label at temperature tau, of the whole vocabulary or of the label set.
+    """Return the probability of the prediction's label at temperature tau, among all tokens or among the labels.
 
     Args:
         prediction: One prediction.
-        tau: Temperature, on the grid's range for `raw`. Exact where tau is on the grid; between, see `at_tau`.
-        kind: `raw` is the probability among the whole vocabulary and needs `logsumexp` (tau 1 needs nothing);
-            `normalized` is that among the labels and needs `label_logprobs`.
+        tau: Temperature; for `raw`, within the range of the grid. The result is exact if tau is on the grid; between
+            grid points, see `at_tau`.
+        kind: `raw` is the probability among the whole vocabulary and needs `logsumexp`, except at tau 1. `normalized`
+            is the probability among the labels and needs `label_logprobs`.
 
     Returns:
-        A number in [0, 1].
+        A number in [0, 1]. A prediction without an answer keeps its stated confidence.
+
+    Raises:
+        ValueError: A field that `kind` needs is missing, or tau is out of range.
     """
     stated = stated_confidence(prediction)
     if prediction.label is None:  # no answer
@@ -79,21 +83,29 @@ def _normalized_confidence(
 
 
 def stated_confidence(prediction: Prediction) -> float:
-    """Return the model's own confidence, also where a calibrator has been applied since."""
+    """Return the model's own confidence, even if a calibrator has been applied since."""
     if prediction.confidence_raw is None:
         return prediction.confidence
     return prediction.confidence_raw
 
 
 class _Margins(NamedTuple):
-    """Known logits less the largest of the vocabulary, (K,), and L on the grid, (G,)."""
+    """What a prediction stores about its logits.
+
+    Attributes:
+        margins: (K,) known logits minus the largest logit of the vocabulary.
+        curve: (G,) L on TAU_GRID.
+    """
 
     margins: Floats
     curve: Floats
 
 
 def _read_margins(prediction: Prediction) -> _Margins:
-    """Read what a prediction stores. The known logits are the labels', or that of the answer alone."""
+    """Read the margins and the curve of a prediction.
+
+    The known logits are those of the labels; without `label_logprobs`, only that of the answer.
+    """
     stored = prediction.logsumexp or {}
     for tau in TAU_GRID:
         if str(tau) not in stored:
@@ -113,15 +125,15 @@ def at_tau(
 ) -> Floats:
     """Return L at tau from the stored grid.
 
-    Between the grid's taus, what the known logits do not explain, log(exp L - sum_j exp(margin_j / tau)), is a cubic
-    spline in log tau: it is smooth also where the sum passes from one token to the many. Largest error of a label's
-    probability on 200 random vocabularies of 1,000 to 50,000 logits and 400 taus: 7e-4, mean of the largest 1e-4; the
-    spline of L itself was wrong by up to 2.2e-2.
+    Between grid points, the part of the sum that the known logits do not explain, log(exp L - sum_j exp(margin_j /
+    tau)), is interpolated by a cubic spline in log tau. It is smooth even where the sum shifts from one token to many.
+    The error of a label's probability was measured on 200 random vocabularies of 1,000 to 50,000 logits and 400 taus.
+    The largest error was 7e-4, the mean of the largest 1e-4. A spline of L itself was wrong by up to 2.2e-2.
 
     Args:
-        margins: (..., K) known logits less the largest of the vocabulary.
+        margins: (..., K) known logits minus the largest logit of the vocabulary.
         curve: (..., G) L on TAU_GRID.
-        tau: A temperature on the grid's range.
+        tau: A temperature within the range of the grid.
 
     Returns:
         L at tau, (...).
@@ -137,7 +149,7 @@ def at_tau(
     grid = np.array(TAU_GRID)
     known_on_grid = np.exp(margins[..., None, :] / grid[:, None]).sum(axis=-1)
     total_on_grid = np.exp(curve)
-    # The rest may vanish by rounding, and a log must not be of 0.
+    # Rounding may reduce the rest to 0, which has no logarithm.
     rest_on_grid = np.maximum(total_on_grid - known_on_grid, ROUNDING * total_on_grid)
     log_rest = np.log(rest_on_grid) @ _spline_weights(float(tau))
     known = np.exp(margins / tau).sum(axis=-1)
@@ -146,9 +158,10 @@ def at_tau(
 
 @lru_cache(maxsize=1024)
 def _spline_weights(tau: float) -> Floats:
-    """Return the weights of the values on the grid, (G,): the spline's value at tau is linear in them."""
+    """Return the weights, (G,), with which values on the grid add up to their spline at tau."""
     from scipy.interpolate import CubicSpline
 
+    # A spline is linear in its values, so the splines of the unit vectors are the weights.
     spline_of_units = CubicSpline(np.log(TAU_GRID), np.eye(len(TAU_GRID)))
     return np.asarray(spline_of_units(log(tau)))
 
@@ -163,7 +176,7 @@ class Scaling:
         nll: The same at tau.
         rows: Number of rows used.
         left_out: Number of rows without log-probabilities.
-        at_edge: The best tau lies beyond the stored grid, or TAU_RANGE; its end was taken.
+        at_edge: Whether tau is an end of the stored grid, or of TAU_RANGE; the best tau may lie beyond it.
     """
 
     tau: float
@@ -175,25 +188,22 @@ class Scaling:
 
 
 def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scaling:
-    """Fit tau by the gold label's NLL, the mean of -log p_tau(gold), of the whole vocabulary or among the labels.
+    """Fit the tau that minimises the NLL of the gold label, the mean of -log p_tau(gold).
 
-    With `decode: greedy`, the textbook's way, `rescale_predictions` then changes the greedy test predictions, whose
-    answers stay. With `decode: sample`, the paper's way, the test predictions are generated at temperature tau and then
-    rescaled. Among the labels, the fit is that of `Temperature.fit_labels`.
+    With `decode: greedy`, as in textbooks, `rescale_predictions` then changes the confidence of the greedy test
+    predictions but not their answers. With `decode: sample`, as in the paper, the test predictions are generated at
+    temperature tau and then rescaled. Among the labels, the fit is that of `Temperature.fit_labels`.
 
     Args:
         predictions: Validation predictions; those without the fields that `kind` needs are left out.
         kind: As in `confidence_at`.
+
+    Raises:
+        ValueError: No prediction has the fields, or a gold label is not among the labels.
     """
     from scipy.special import logsumexp
 
-    needed = ("label_logprobs", "logsumexp") if kind == "raw" else ("label_logprobs",)
-    usable = []
-    for prediction in predictions:
-        if all(getattr(prediction, name) is not None for name in needed):
-            usable.append(prediction)
-    if not usable:
-        raise ValueError(f"no prediction has {' and '.join(needed)}: tau cannot be fitted")
+    usable = _select_usable(predictions, kind)
     scores = _gather_scores(usable, kind)
 
     def mean_nll(tau: float) -> float:
@@ -219,20 +229,33 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
     )
 
 
+def _select_usable(predictions: Sequence[Prediction], kind: Rescaled) -> list[Prediction]:
+    """Return the predictions with the fields that `kind` needs, or raise ValueError if there are none."""
+    needed = ("label_logprobs", "logsumexp") if kind == "raw" else ("label_logprobs",)
+    usable = []
+    for prediction in predictions:
+        if all(getattr(prediction, name) is not None for name in needed):
+            usable.append(prediction)
+    if not usable:
+        raise ValueError(f"no prediction has {' and '.join(needed)}: tau cannot be fitted")
+    return usable
+
+
 def _fit_among_labels(predictions: Sequence[Prediction]) -> float:
+    """Fit tau to label log-probabilities alone; the predictions may have different labels."""
     rows = []
     golds = []
     for prediction in predictions:
         rows.append(prediction.label_logprobs or {})
         golds.append(prediction.gold)
-    table, places = pad_label_logprobs(rows, golds)
+    table, gold_index = pad_label_logprobs(rows, golds)
     # A stored probability may be 0; its logarithm must be finite.
     finite = np.maximum(table, NO_LABEL)
-    return Temperature.fit_labels(finite, places).tau
+    return Temperature.fit_labels(finite, gold_index).tau
 
 
 def _minimise_on_range(mean_nll: Callable[[float], float], ends: tuple[float, float]) -> float:
-    """Return the tau of the lowest NLL between two ends, or the better end."""
+    """Return the tau between two ends that has the lowest NLL; an end if its NLL is lower."""
     from scipy.optimize import minimize_scalar
 
     best = minimize_scalar(
@@ -245,7 +268,13 @@ def _minimise_on_range(mean_nll: Callable[[float], float], ends: tuple[float, fl
 
 
 class _GoldScores(NamedTuple):
-    """Scores of the labels, (N, K), -inf beyond a row's own; that of the gold label, (N,); L on the grid, (N, G)."""
+    """The label scores of N predictions, from which the NLL at any tau is computed.
+
+    Attributes:
+        margins: (N, K) scores of the labels, padded with -inf.
+        gold: (N,) score of the gold label.
+        curves: (N, G) L on TAU_GRID; None among the labels alone, which need no grid.
+    """
 
     margins: Floats
     gold: Floats
@@ -253,6 +282,7 @@ class _GoldScores(NamedTuple):
 
 
 def _gather_scores(predictions: Sequence[Prediction], kind: Rescaled) -> _GoldScores:
+    """Collect the scores: margins for `raw`, label log-probabilities for `normalized`."""
     widest = max(len(prediction.label_logprobs or ()) for prediction in predictions)
     margins = np.full((len(predictions), widest), -np.inf)
     gold = np.empty(len(predictions))

@@ -15,9 +15,14 @@ from catto.records import Prediction
 
 @dataclass(frozen=True)
 class VectorFit:
-    """Vector scaling with the NLL of the gold label among the labels, before and after.
+    """A fitted vector scaling.
 
-    `left_out` predictions had no label log-probabilities.
+    Attributes:
+        scaling: The calibrator.
+        nll_unscaled: Mean NLL of the gold label among the labels, before scaling.
+        nll: The same after scaling.
+        rows: Number of predictions used.
+        left_out: Number of predictions without label log-probabilities.
     """
 
     scaling: VectorScaling
@@ -28,7 +33,7 @@ class VectorFit:
 
 
 def fit_vector(predictions: Sequence[Prediction]) -> VectorFit:
-    """Fit vector scaling to the gold labels of predictions, all with the same label set."""
+    """Fit vector scaling to the gold labels of predictions, which must all have the same labels."""
     usable = []
     known = []
     for prediction in predictions:
@@ -61,7 +66,7 @@ def _mean_nll(log_probability: Floats, gold: Sequence[int]) -> float:
 
 
 def scale_by_vector(predictions: Sequence[Prediction], scaling: VectorScaling) -> list[Prediction]:
-    """Return the same answers with their scaled confidence; an answer without a label keeps its own."""
+    """Return the same answers with their scaled confidence; one without a label keeps its stated confidence."""
     scaled = []
     for prediction in predictions:
         stated = stated_confidence(prediction)
