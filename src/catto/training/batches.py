@@ -130,44 +130,60 @@ def lay_out_rows(
     lines = _LineBuilder(rows, shared=shared, packed=packed, balanced=balanced)
     input_ids, segments, sequences, position_ids, counts = lines.make_grid(pad)
 
-    scored_tokens = []
+    scored_tokens = _locate_scored_tokens(lines, rows[:scored], tokens)
+    query_sources = [lines.find_source(query.row, query.token) for query in queries]
+    return Batch(
+        rows=rows,
+        tokens=scored_tokens.indices,
+        shared=shared,
+        packed=packed,
+        lengths=[len(indices) for indices in scored_tokens.indices],
+        input_ids=torch.from_numpy(input_ids),
+        segments=torch.from_numpy(segments),
+        sequences=torch.from_numpy(sequences),
+        position_ids=torch.from_numpy(position_ids),
+        counts=torch.from_numpy(counts),
+        source=torch.from_numpy(scored_tokens.source),
+        place=torch.from_numpy(scored_tokens.place),
+        targets=torch.from_numpy(scored_tokens.targets),
+        query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
+        query_labels=pad_ids([query.candidates for query in queries]),
+        query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
+    )
+
+
+class _ScoredTokens(NamedTuple):
+    """The scored tokens of a batch: `Batch.tokens`, `source`, `place` and `targets`, before they become tensors."""
+
+    indices: list[NDArray[np.int64]]
+    source: NDArray[np.int64]
+    place: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+def _locate_scored_tokens(
+    lines: _LineBuilder, rows: Sequence[Row], tokens: Sequence[NDArray[np.int64]]
+) -> _ScoredTokens:
+    """Locate the tokens to score in the given rows. tokens: As in `lay_out_rows`."""
+    indices = []
     # One array per row; the empty first ones allow for a batch without scored rows.
     sources = [np.zeros((0, 2), np.int64)]
     places = [np.zeros((0, 2), np.int64)]
     targets = [np.zeros(0, np.int64)]
-    for number, row in enumerate(rows[:scored]):
+    for number, row in enumerate(rows):
         prompt_length = len(row.prompt)
         token_indices = np.arange(len(row.completion))
         if number < len(tokens):
             token_indices = np.asarray(tokens[number], np.int64)
         token_indices = token_indices[token_indices > -prompt_length]  # nothing predicts the first token of a row
-        scored_tokens.append(token_indices)
+        indices.append(token_indices)
         index_in_row = prompt_length + token_indices
         row_ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
         line, column = lines.find_source(number, token_indices)
         sources.append(_pair_with(line, column))
         places.append(_pair_with(number, index_in_row - 1))
         targets.append(row_ids[index_in_row])
-
-    query_sources = [lines.find_source(query.row, query.token) for query in queries]
-    return Batch(
-        rows=rows,
-        tokens=scored_tokens,
-        shared=shared,
-        packed=packed,
-        lengths=[len(token_indices) for token_indices in scored_tokens],
-        input_ids=torch.from_numpy(input_ids),
-        segments=torch.from_numpy(segments),
-        sequences=torch.from_numpy(sequences),
-        position_ids=torch.from_numpy(position_ids),
-        counts=torch.from_numpy(counts),
-        source=torch.from_numpy(np.concatenate(sources)),
-        place=torch.from_numpy(np.concatenate(places)),
-        targets=torch.from_numpy(np.concatenate(targets)),
-        query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
-        query_labels=pad_ids([query.candidates for query in queries]),
-        query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
-    )
+    return _ScoredTokens(indices, np.concatenate(sources), np.concatenate(places), np.concatenate(targets))
 
 
 def _pair_with(number: int, values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -103,14 +103,7 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
             bf16=bf16,
             use_cpu=use_cpu,
         )
-        trainer = CATTOTrainer(
-            copy.deepcopy(policy),
-            copy.deepcopy(reference),
-            config,
-            train_dataset=Dataset.from_list(pairs),
-            processing_class=tokenizer,
-        )
-        trainer.accelerator.prepare_model(trainer.model)  # its forward enters autocast, as in training
+        trainer = _make_trainer(policy, reference, config, pairs, tokenizer)
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
         checks = [
@@ -144,6 +137,19 @@ def _make_model(tokenizer: Any, size: ModelSize, seed: int) -> Any:
         if parameter.dim() > 1:
             parameter.data.mul_(scale)
     return model
+
+
+def _make_trainer(policy: Any, reference: Any, config: CATTOConfig, pairs: Sequence[Pair], tokenizer: Any) -> Any:
+    """Make a trainer of copies of the models, ready to compute steps."""
+    trainer = CATTOTrainer(
+        copy.deepcopy(policy),
+        copy.deepcopy(reference),
+        config,
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer,
+    )
+    trainer.accelerator.prepare_model(trainer.model)  # makes its forward enter autocast, as in training
+    return trainer
 
 
 def _draw_pairs(size: ModelSize, generator: torch.Generator) -> list[dict[str, list[int]]]:
