@@ -364,7 +364,7 @@ def test_options_that_mark_their_answer_are_proposed(tmp_path: Path, capsys: Cap
         ),
         (
             {"article": "A text.", "questions": ["A?", "B?"], "options": [["a", "b"], ["c", "d"]], "answers": "AB"},
-            "a row holds several questions",
+            "a row contains several questions",
         ),
     ],
     ids=["options in one text", "several questions in a row"],

@@ -489,11 +489,11 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
                 if isinstance(other, list) and len(other) == len(value):
                     lists.append(name)
             problem = f"{join_names(lists)} are lists of {len(value)}"
-            return DataError(file, 1, f"{problem}: a row holds several questions, write a row for each")
+            return DataError(file, 1, f"{problem}: a row contains several questions, write one row for each")
     for name, value in values.items():
         is_joined_list = isinstance(value, str) and ";" in value
         if is_joined_list and _WRONG.search(name):
-            message = f"{name}: several options in one text: write a list, or a column for each option"
+            message = f"{name}: several options in one text, write a list or one column per option"
             return DataError(file, 1, message)
     names = join_names(list(values))
     if not has_answer_file and not _usual_fields(values, "answer"):
