@@ -115,7 +115,7 @@ def test_a_stream_is_refused_where_too_few_questions_are_left_beyond_train(tmp_p
     recipe = write_recipe(tmp_path, methods=["sft", "dpo+outcome"], teacher=teacher, **blocks)
     done = catto("run", recipe, cwd=tmp_path)
     assert done.returncode == 1
-    assert re.search(r"outcome\.held_out: \d+ questions are left after the 9 of train, expected at least 99", done.stderr)
+    assert re.search(r"outcome\.held_out: \d+ questions are left after the 9 of train, expected at least", done.stderr)
 
 
 def test_tokens_count_the_stream_beside_the_pairs(finished: Finished) -> None:

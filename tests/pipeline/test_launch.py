@@ -145,7 +145,8 @@ def test_a_stage_launches_its_processes_and_resumes_after_a_killed_rank(
 
 
 @pytest.mark.parametrize(
-    ("rows", "warned"), [(6, ""), (5, "5 rows are no multiple of the batch: each epoch ends with 1")]
+    ("rows", "warned"),
+    [(6, ""), (5, "5 rows are not a multiple of the batch; rows repeated at the end of each epoch: 1")],
 )
 def test_rows_that_fill_the_last_batch_are_logged(
     tmp_path: Path, rows: int, warned: str, caplog: pytest.LogCaptureFixture
@@ -154,7 +155,7 @@ def test_rows_that_fill_the_last_batch_are_logged(
     block = work.settings.block.model_copy(update={"rows": rows})
     train_method(replace(make_job(work), settings=replace(work.settings, block=block)), lambda *_: None)
     assert warned in caplog.text
-    assert bool(warned) == ("no multiple" in caplog.text)
+    assert bool(warned) == ("not a multiple" in caplog.text)
 
 
 def test_what_a_process_refuses_is_the_stage_s_problem(tmp_path: Path) -> None:
@@ -254,11 +255,11 @@ def test_gathered_weights_under_other_names_are_refused() -> None:
         assert torch.equal(model.lm_head.weight, head)
         (gone,) = {name for name in trained if name.endswith("layers.0.mlp.up_proj.weight")}
         weight = trained.pop(gone)
-        with pytest.raises(RuntimeError, match=f"1 differ, as {gone}"):
+        with pytest.raises(RuntimeError, match=f"match the model: 1, such as {gone}"):
             load_trained(model, trained)
         model.get_parameter(gone).requires_grad_(False)  # one that is not trained may be missing
         load_trained(model, trained)
-        with pytest.raises(RuntimeError, match=f"1 differ, as module.{gone}"):
+        with pytest.raises(RuntimeError, match=f"match the model: 1, such as module.{gone}"):
             load_trained(model, {**trained, f"module.{gone}": weight})
 
 

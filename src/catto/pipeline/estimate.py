@@ -1,6 +1,6 @@
-"""What a plan needs before it runs: trainings and their tokens, GPU hours, and requests to the teacher.
+"""Estimate what a plan needs before it runs: training tokens, GPU hours and requests to the teacher.
 
-Nothing is loaded. Rows are taken to be as long as the context, so tokens are upper bounds.
+No model is loaded. Rows are assumed to be as long as the context, so the numbers of tokens are upper bounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from catto.tasks import TASKS, readings, witnesses
 
 
 class Card(NamedTuple):
-    """Published peaks of a GPU: 16-bit operations/s, bytes/s, bytes."""
+    """Published peak numbers of a GPU.
+
+    Attributes:
+        name: Its name.
+        operations: 16-bit operations per second.
+        bandwidth: Memory bandwidth in bytes per second.
+        memory: Memory in bytes.
+    """
 
     name: str
     operations: float
@@ -35,12 +42,12 @@ class Card(NamedTuple):
 
 
 GPU = Card("A100", 312e12, 2.04e12, 80e9)
-# The share of the peak that a well-tuned training reaches.
+# The fraction of a GPU's peak operations that a well-tuned training reaches.
 TRAINING_SHARE = 0.4
-MOST_CPU_PARAMETERS = 2e9  # larger models are not trained on a CPU
-# Operations/s that a training reaches on two CPU cores without bf16 instructions: 140 tokens/s of SmolLM2-135M.
+MOST_CPU_PARAMETERS = 2e9  # for larger models, no CPU hours are printed
+# Operations/s of a training on two CPU cores without bf16 instructions: 140 tokens/s with SmolLM2-135M.
 CPU_OPERATIONS = 0.11e12
-# Words of the embedded world, the vocabulary of a model from scratch.
+# The vocabulary of a model from scratch: the words of the embedded world.
 SCRATCH_VOCABULARY = 256
 
 
@@ -56,7 +63,7 @@ class Network:
         width: Width of the residual stream.
         intermediate: Width of the MLPs.
         queries: Number of attention heads times their width.
-        keys: Number of key heads times their width; values have as many.
+        keys: Number of key heads times their width; the same for values.
         vocabulary: Number of token ids.
         tied: Whether the head shares the embedding's weights.
     """
@@ -71,17 +78,17 @@ class Network:
 
     @property
     def layer(self) -> int:
-        """Parameters of one layer: attention, MLP, two norms."""
+        """Number of parameters of one layer: attention, MLP and two norms."""
         return self.width * (2 * self.queries + 2 * self.keys + 3 * self.intermediate + 2)
 
     @property
     def table(self) -> int:
-        """Parameters of the embedding, and of the head."""
+        """Number of parameters of the embedding; the head has as many."""
         return self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model.
+        """Number of parameters of the whole model.
 
         >>> KNOWN_NETWORKS["Qwen/Qwen3-4B"].parameters
         4022458880
@@ -94,7 +101,7 @@ KNOWN_NETWORKS = {"Qwen/Qwen3-4B": Network(36, 2560, 9728, 32 * 128, 8 * 128, 15
 
 
 def read_network(model: ModelSettings) -> Network | None:
-    """Return the shape of a recipe's model, from its settings, its folder or the hub's cache; None if it is unknown."""
+    """Return the shape of a recipe's model, from its settings, its folder or the Hub's cache; None if it is unknown."""
     if model.scratch is not None:
         return _scratch_network(model.scratch)
     name = model.path or ""
@@ -108,11 +115,12 @@ def read_network(model: ModelSettings) -> Network | None:
         return None
     try:
         return _parse_config(config)
-    except KeyError:  # another family's names
+    except KeyError:  # other model families use different names
         return None
 
 
 def _scratch_network(scratch: ScratchModel) -> Network:
+    """Return the shape of a model from scratch, which has as many key heads as attention heads."""
     queries = scratch.width // scratch.heads * scratch.heads
     return Network(
         layers=scratch.layers,
@@ -126,6 +134,7 @@ def _scratch_network(scratch: ScratchModel) -> Network:
 
 
 def _find_config(name: str) -> Path | None:
+    """Return the path of config.json in a model's folder or in the Hub's cache; None if it is in neither."""
     path = Path(name) / "config.json"
     if path.is_file():
         return path
@@ -154,7 +163,7 @@ def _parse_config(config: dict[str, Any]) -> Network:
 
 
 def parse_parameter_count(name: str) -> float | None:
-    """Read the number of parameters off a model's name; None if the name does not say.
+    """Read the number of parameters from a model's name; None if the name does not include it.
 
     >>> parse_parameter_count("Qwen/Qwen3-4B"), parse_parameter_count("my-model")
     (4000000000.0, None)
@@ -170,14 +179,14 @@ def parse_parameter_count(name: str) -> float | None:
 
 
 def stage_group(stage: Stage) -> str:
-    """Return the line of the plan that counts a stage: its kind, and the method of a training."""
+    """Return the group in which the plan lists a stage: its kind, with the method of a training."""
     if stage.kind == "train":
         return f"train {stage.method}"
     return stage.kind.replace("_", " ")
 
 
 def stage_seconds(root: Path, stage: Stage) -> float | None:
-    """Return how long a finished stage took; None if it is not finished. A resumed training counts all of its runs."""
+    """Return how long a finished stage took; None if it is not finished. For a resumed training, all runs count."""
     folder = stage_dir(root, stage)
     if not folder.exists():
         return None
@@ -189,36 +198,44 @@ def stage_seconds(root: Path, stage: Stage) -> float | None:
 
 
 def resource_block(recipe: Recipe, stage: Stage) -> ResourceBlock:
-    """Return the name of the block of the recipe's resources that a stage has."""
+    """Return the name of the block of the recipe's `resources` that applies to a stage."""
     if stage.kind == "responses" and recipe.teacher.source == "transformers":
         return "predict"
     return STAGE_KINDS[stage.kind].resources
 
 
 def stage_resources(recipe: Recipe, stage: Stage, *, gpus: bool = True) -> Resources:
-    """Return what a stage gets of a cluster.
+    """Return the resources that a stage requests from a cluster.
 
     Args:
         recipe: The recipe.
         stage: One of its stages.
-        gpus: If the recipe names no number of GPUs, give each process of a stage with a model one of them.
+        gpus: If the recipe gives no number of GPUs, whether to request one for each process that has a model.
     """
     name = resource_block(recipe, stage)
     block: Resources = getattr(recipe.resources, name)
     if block.gpus is not None:
         return block
-    usual = {"train": recipe.launch.processes, "predict": 1, "report": 0}[name]
-    return block.model_copy(update={"gpus": usual if gpus else 0})
+    default_gpus = {"train": recipe.launch.processes, "predict": 1, "report": 0}[name]
+    return block.model_copy(update={"gpus": default_gpus if gpus else 0})
 
 
 # ---- the estimate
 
-# How many questions a split of an embedded world has.
+# Number of questions in each split of a built-in world.
 GENERATED_COUNTS = {"witnesses": witnesses.SIZES, "readings": readings.READING_COUNTS}
 
 
 class PlanEstimate:
-    """What the stages of a recipe need: questions, rows, tokens and requests."""
+    """Estimates the questions, rows, tokens and requests of the stages of a recipe.
+
+    Attributes:
+        recipe: The recipe.
+        network: The shape of its model; None if it is unknown.
+        parameters: Number of parameters of the model; None if it is unknown.
+        weight_bytes: Bytes per weight.
+        uncounted: For each split, the tasks whose number of questions is unknown, so that they were counted as 0.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -227,15 +244,15 @@ class PlanEstimate:
         if self.network is not None:
             self.parameters = self.network.parameters
         self.weight_bytes = 2 if recipe.model.dtype == "bfloat16" else 4
-        self.uncounted: dict[Split, set[str]] = defaultdict(set)  # tasks whose questions are not counted
+        self.uncounted: dict[Split, set[str]] = defaultdict(set)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that one GPU trains on in a second, at 6 operations per parameter and token."""
+        """Number of tokens that one GPU trains on per second, at 6 operations per parameter and token."""
         return TRAINING_SHARE * GPU.operations / (6 * (self.parameters or 1))
 
     def count_questions(self, stage: Stage[QuestionSettings]) -> int:
-        """Count the questions of a stage; 0 if it takes all of a task's, whose number is not known."""
+        """Count the questions of a stage; 0 if it uses all questions of a task and their number is unknown."""
         settings = stage.settings
         split = settings.split
         task = settings.task
@@ -249,20 +266,21 @@ class PlanEstimate:
         return count or 0
 
     def count_training_tokens(self, stage: Stage[TrainSettings]) -> int:
-        """Bound the tokens of a training. A pair counts twice, and the rows of the third stream on top of it."""
+        """Return an upper bound for the tokens of a training, counting every row as long as the context."""
         settings = stage.settings
         teacher = self.recipe.own_teacher
         per_question = teacher.n
         if settings.method.stage == "preference":
             per_question = teacher.pairs_per_question
         questions = self.count_questions(stage.needs["teacher"].needs["questions"])
+        # None is no limit; 0 questions means that their number is unknown.
         limits = (settings.pairs, settings.block.rows, questions * per_question)
         elements = min((limit for limit in limits if limit), default=0)
         epochs: float = settings.block.trl.get("num_train_epochs", settings.epochs)
         return ceil(self.recipe.context * elements * self.count_rows(settings) * epochs)
 
     def count_rows(self, settings: TrainSettings) -> int:
-        """Count the rows of one element of a batch: two for a pair, and those of the third stream."""
+        """Count the rows of one element of a batch: two for a pair, plus the rows of the outcome stream."""
         if settings.method.stage != "preference":
             return 1
         if settings.method.stream == "none":
@@ -270,7 +288,7 @@ class PlanEstimate:
         return 2 + self.recipe.outcome.rows_per_pair
 
     def count_requests(self, stage: Stage) -> int:
-        """Count the responses that a stage generates or asks for."""
+        """Count the responses that a stage generates or requests."""
         if isinstance(stage.settings, ResponseSettings):
             questions = self.count_questions(stage.needs["questions"])
             outcome = stage.settings.outcome
@@ -285,14 +303,14 @@ class PlanEstimate:
         return questions * samples
 
     def describe_missing(self, missing: Iterable[Stage]) -> list[str]:
-        """Say what the missing trainings and the teacher need; nothing if there is nothing to train or to ask."""
+        """Return lines that say what the missing trainings and the teacher need; empty if there are none."""
         stages = list(missing)
         self.uncounted.clear()
         lines = self._describe_trainings([stage for stage in stages if stage.kind == "train"])
-        asking = [stage for stage in stages if stage.kind == "responses"]
+        response_stages = [stage for stage in stages if stage.kind == "responses"]
         teacher = self.recipe.own_teacher
-        if asking and teacher.source == "server":
-            requests = sum(self.count_requests(stage) for stage in asking)
+        if response_stages and teacher.source == "server":
+            requests = sum(self.count_requests(stage) for stage in response_stages)
             millions = requests * teacher.max_tokens / 1e6
             lines.append(f"teacher: {requests:,} requests, up to {_format_amount(millions)} million generated tokens")
         return lines + self.describe_uncounted()
@@ -330,7 +348,7 @@ class PlanEstimate:
         return f"{count} parameters: {_format_amount(gigabytes)} GB of GPU memory for {content}, then activations"
 
     def describe_uncounted(self) -> list[str]:
-        """Say which questions were not counted so far."""
+        """Return lines that say which questions could not be counted so far."""
         lines = []
         for split, tasks in sorted(self.uncounted.items()):
             lines.append(f"not counted: {split} questions of {', '.join(sorted(tasks))}")
@@ -338,7 +356,7 @@ class PlanEstimate:
 
 
 def _format_amount(amount: float) -> str:
-    """Format an amount, never as zero.
+    """Format an amount for the plan; small amounts are rounded up to 0.01, not down to zero.
 
     >>> _format_amount(1234.5), _format_amount(0.25), _format_amount(0.0001)
     ('1,234', '0.25', '0.01')

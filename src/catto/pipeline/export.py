@@ -1,8 +1,8 @@
-"""Write the missing stages of a plan for another scheduler: a Makefile, or job arrays for Slurm.
+"""Write the missing stages of a plan for an external scheduler: as a Makefile, or as job arrays for Slurm.
 
-Both call `catto stage` where the plan was made: paths in a recipe may be relative. It decides by itself whether a stage
-is done and refuses one whose needs are not. So a failed stage stops only what depends on it, and everything may be
-started again.
+Both call `catto stage` in the folder where the plan was made, since paths in a recipe may be relative. `catto stage`
+skips a stage that is done and refuses a stage whose needs are not done. So a failed stage stops only what depends on
+it, and everything can be started again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from catto.pipeline.plan import recipe_file
 from catto.pipeline.stage import Stage
 from catto.recipe.settings import Recipe, Resources
 
-# Slurm's default limit of an array's size.
+# Slurm's default limit for the size of an array.
 MOST_PER_ARRAY = 1000
 
 HEAD = """# make -j 2 -k -f THIS: two stages at a time; a failed one stops only what depends on it.
@@ -26,26 +26,36 @@ CATTO ?= catto"""
 
 
 def format_makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the Makefile: one target a stage, by the name of its folder. stages: what is needed comes first.
+    """Return the Makefile, with one target per stage, named like its folder.
 
-    Raises ValueError for a path with a line break, which no Makefile can hold.
+    Args:
+        root: The experiment's folder.
+        recipe: The recipe.
+        stages: The missing stages, each after the stages it needs.
+
+    Returns:
+        The text of the file, by its name.
+
+    Raises:
+        ValueError: A path contains a line break, which a Makefile cannot represent.
     """
     folders = {stage.key: stage.folder for stage in stages}
     targets = " ".join(folders.values())
     recipe_hash = recipe_file(root, recipe).stem
     command = _make_command(root)
     if "\n" in command:
-        raise ValueError("a Makefile cannot name a folder with a line break in its path: use another")
+        raise ValueError("a Makefile cannot name a folder with a line break in its path: use a different folder")
     parts = [HEAD, f".PHONY: all {targets}".rstrip(), f"all: {targets}".rstrip()]
     for stage in stages:
-        needs = dict.fromkeys(folders[need.key] for need in stage.needs.values() if need.key in folders)
-        target = f"{stage.folder}: {' '.join(needs)}".rstrip()
-        parts.append(f"{target}\n\t{command} {stage.key} --recipe {recipe_hash}")
+        # A dictionary drops duplicates and keeps the order.
+        needed_targets = dict.fromkeys(folders[need.key] for need in stage.needs.values() if need.key in folders)
+        rule_head = f"{stage.folder}: {' '.join(needed_targets)}".rstrip()
+        parts.append(f"{rule_head}\n\t{command} {stage.key} --recipe {recipe_hash}")
     return {"Makefile": "\n\n".join(parts) + "\n"}
 
 
 def _make_command(root: Path) -> str:
-    """Return the command of a Makefile's rules, in which a dollar sign of a path is written twice."""
+    """Return the command of a Makefile's rules. Make needs a dollar sign in a path to be doubled."""
     here = shlex.quote(str(Path.cwd())).replace("$", "$$")
     folder = shlex.quote(str(root.resolve())).replace("$", "$$")
     return f"cd {here} && $(CATTO) stage {folder}"
@@ -74,10 +84,18 @@ keys=(
 
 
 def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return `submit.sh` and one script for each array: the stages of one kind at one depth of the graph.
+    """Return `submit.sh` and one script for each job array.
 
-    An array starts when those with its needs have ended, whatever became of each task: a stage without its needs fails
-    by itself.
+    An array has the stages of one kind at one depth of the graph. It starts when the arrays with its needs have ended,
+    even if tasks failed: `catto stage` refuses a stage whose needs are not done.
+
+    Args:
+        root: The experiment's folder.
+        recipe: The recipe.
+        stages: The missing stages, each after the stages it needs.
+
+    Returns:
+        The texts of the files, by their names.
     """
     arrays = _group_into_arrays(stages)
     array_of = {stage.key: number for number, members in enumerate(arrays) for stage in members}
@@ -100,7 +118,7 @@ def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) ->
 
 
 def _group_into_arrays(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Group stages of one kind at one depth of the graph, what is needed first; an array has a limited size."""
+    """Group the stages of one kind at one depth of the graph into arrays of limited size, in the order of depth."""
     depth: dict[str, int] = {}
     groups: dict[tuple[int, str], list[Stage]] = defaultdict(list)
     for stage in stages:
@@ -116,7 +134,7 @@ def _group_into_arrays(stages: Sequence[Stage]) -> list[list[Stage]]:
 
 
 def _format_dependency(members: Sequence[Stage], array_of: Mapping[str, int]) -> str:
-    """Return the option that makes an array wait for those with its needs."""
+    """Return the option that makes an array wait for the arrays with its needs; empty if there are none."""
     arrays: set[int] = set()
     for stage in members:
         arrays.update(array_of[need.key] for need in stage.needs.values() if need.key in array_of)
@@ -127,7 +145,7 @@ def _format_dependency(members: Sequence[Stage], array_of: Mapping[str, int]) ->
 
 
 def _format_resources(resources: Resources) -> str:
-    """Return Slurm's options; it has no parts of a processor or a GPU."""
+    """Return Slurm's options. Fractions are rounded up: Slurm does not divide a processor or a GPU."""
     options = [f"#SBATCH --cpus-per-task={ceil(resources.cpus)}"]
     if resources.gpus:
         options.append(f"#SBATCH --gres=gpu:{ceil(resources.gpus)}")
@@ -137,7 +155,7 @@ def _format_resources(resources: Resources) -> str:
 
 
 def _slurm_command(root: Path) -> str:
-    """Return the shell command up to the key."""
+    """Return the command of a Slurm script, up to the key of the stage."""
     here = shlex.quote(str(Path.cwd()))
     folder = shlex.quote(str(root.resolve()))
     return f"cd {here} && ${{CATTO:-catto}} stage {folder}"

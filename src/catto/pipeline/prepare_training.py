@@ -1,4 +1,4 @@
-"""What a training trains: the trainer of a method, with its rows, its validation and its arguments."""
+"""Prepare a training: read its rows and validation examples, and build the trainer of its method."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from catto.training.trainer import CATTOTrainer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Whether the processes run on a GPU or the like: the arguments that are true there and false on a CPU. bf16 is what is
-# computed; the weights have the recipe's dtype.
+# Arguments that are true on an accelerator, such as a GPU, and false on a CPU. `bf16` is the precision of the
+# computation; the weights have the recipe's dtype.
 ON_ACCELERATORS = ("bf16", "gradient_checkpointing", "dataloader_pin_memory")
-# PEFT's initialisations of an adapter that leave the model as it was.
+# PEFT's adapter initialisations that do not change the output of the model.
 NEUTRAL_STARTS = (True, "gaussian", "eva", "mica")
 
 
@@ -52,8 +52,8 @@ class PreparedTraining(NamedTuple):
     Attributes:
         trainer: A `CATTOTrainer` or a `SupervisedTrainer`.
         rows: Number of rows or pairs that it trains on.
-        tokens: Tokens of an epoch.
-        dropped: Number of rows left out, by their kind: those too long and, of a stream of right responses, the
+        tokens: Number of tokens per epoch.
+        dropped: Number of rows left out, by their kind: rows that are too long and, in a stream of right responses,
             questions without one.
     """
 
@@ -64,11 +64,13 @@ class PreparedTraining(NamedTuple):
 
 
 def make_arguments(job: TrainingJob, *, monitored: bool = True) -> dict[str, Any]:
-    """Return the training arguments that every method shares; the recipe's `trl` block overrides them.
+    """Return the training arguments that all methods share, overridden by the recipe's `trl` block.
 
-    The batch size is that of one process. `check_launch` has refused a batch that the processes cannot share equally.
+    The batch size is that of one process. `check_launch` has already refused a batch that cannot be split equally.
 
-    monitored: whether there are held-out examples to choose the checkpoint by; otherwise the last one is kept.
+    Args:
+        job: The training.
+        monitored: Whether there are held-out examples to choose the checkpoint by; otherwise the last one is kept.
     """
     settings = job.settings
     trainer_settings = settings.block
@@ -87,7 +89,7 @@ def make_arguments(job: TrainingJob, *, monitored: bool = True) -> dict[str, Any
         **dict.fromkeys(ON_ACCELERATORS, is_accelerated),
         "report_to": "none",
         "disable_tqdm": True,
-        "logging_steps": min(10, trainer_settings.checkpoint_steps),  # a training of few steps is logged too
+        "logging_steps": min(10, trainer_settings.checkpoint_steps),  # so that a short training is logged too
         **checkpoint_arguments(settings.keep, trainer_settings.checkpoint_steps, measured=monitored),
         **trainer_settings.trl,
     }
@@ -102,7 +104,7 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
     """Prepare SFT, with or without smoothed labels, CFT or RCFT.
 
     Raises:
-        ValueError: Every row is longer than the context, or there is none.
+        ValueError: There is no row, or all rows are longer than the context.
     """
     settings = job.settings
     method = settings.method
@@ -111,12 +113,12 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
     short_enough = tokenize_responses(tokenizer, rows, settings.context)
     drawn = _draw_rows(short_enough, settings.block.rows, settings.seed)
     examples: Sequence[TokenizedRow]
-    if has_rcft_term:  # it reads the label of every response
+    if has_rcft_term:  # the term reads the label of every response
         examples = locate_labels(tokenizer, drawn)
     else:
         examples = [TokenizedRow(row.question, ids) for row, ids in drawn]
-    # Before SFT no model has been trained to sample reasoning from: it is monitored on the teacher's traces. Stored
-    # responses of a teacher have none for validation questions.
+    # SFT is monitored on the teacher's traces, since no model has been trained that could sample reasoning. There are
+    # no traces if the teacher's responses are stored ones, which may answer only the training questions.
     validation_role = "traces" if method.stage == "sft" else "reasoning"
     validation: list[Example] = []
     if validation_role in job.inputs:
@@ -135,12 +137,13 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
 
 
 def _read_validation(job: TrainingJob, role: str, tokenizer: Any) -> list[Example]:
+    """Return the examples on which the training is monitored; `role` is that of the folder with their rows."""
     rows = read_records(job.inputs[role] / "outcome.jsonl", SftRow)
     return make_examples(tokenizer, rows, job.settings.context)
 
 
 def _draw_rows(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
-    """Return at most `limit` rows, drawn by seed and left in their order; None returns all."""
+    """Return at most `limit` rows, drawn at random and kept in their order; None is no limit."""
     if limit is None or limit >= len(rows):
         return list(rows)
     numbers = random.Random(seed).sample(range(len(rows)), limit)
@@ -154,7 +157,7 @@ def _make_rcft_bins(job: TrainingJob, tokenizer: Any) -> RcftBins:
     assert answering is not None  # `Graph.plan_training` sets it for CFT and RCFT
 
     def answer_questions(model: Any) -> tuple[list[float | None], list[bool]]:
-        """Return the confidence of each answer and whether it is right; None as in `compute_label_share`."""
+        """Return the confidence of each answer (see `compute_label_share`), and whether each is right."""
         predictions = evaluate_model(
             model,
             tokenizer,
@@ -172,7 +175,8 @@ def _make_rcft_bins(job: TrainingJob, tokenizer: Any) -> RcftBins:
 def compute_label_share(prediction: Prediction) -> float | None:
     """Return the answer's probability among the labels, at temperature 1.
 
-    None if the response gives no label, or if not every label has a probability in the form in which it was written.
+    Return None if the response has no label, or if there is no probability for every label in the form in which the
+    answer was written.
     """
     if prediction.label is None or prediction.label_logprobs is None:
         return None
@@ -183,11 +187,11 @@ def compute_label_share(prediction: Prediction) -> float | None:
 
 
 def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> PreparedTraining:
-    """Prepare a training on pairs, with its calibration term and the stream that the term reads.
+    """Prepare a training on pairs, with its calibration term and the stream of responses that the term reads.
 
     Raises:
-        ValueError: There is no pair, every pair is longer than the context, or so is every response of the stream.
-            Also if tokens do not tell the labels of a question apart.
+        ValueError: There is no pair, or all pairs are longer than the context, or all responses of the stream are. Also
+            if the tokenizer does not distinguish the labels of a question.
     """
     settings = job.settings
     method = settings.method
@@ -196,16 +200,17 @@ def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
     stream: list[Example] = []
     if method.stream != "none":
         stream, dropped["stream"] = _read_stream_examples(job, tokenizer)
-    # The later options win: the recipe's `trl` over those of the term, and the method's loss over the recipe.
+    # Later options win: the recipe's `trl` block over the term's options, and the method's loss over the recipe's.
     config = CATTOConfig(**(_list_term_options(settings) | make_arguments(job) | _list_loss_options(method)))
     adapter: dict[str, Any] = {}
     if settings.model.peft is not None:
-        # Of an adapted model TRL would train against a second, frozen adapter, which checkpoints would hold too.
+        # TRL adds the adapter. Given a model that already has one, it would add a second, frozen adapter as reference,
+        # which would also be in the checkpoints.
         adapter["peft_config"] = _make_adapter(settings.model.peft)
     trainer = CATTOTrainer(
         model,
         args=config,
-        # On disk, where all processes find the reference log-probabilities that rank 0 stores beside them.
+        # On disk, so that all processes find the reference log-probabilities that rank 0 stores next to the pairs.
         train_dataset=Dataset.from_generator(lambda: iter(pairs), cache_dir=str(job.out / "checkpoints")),
         processing_class=tokenizer,
         validation=_read_validation(job, "reasoning", tokenizer),
@@ -221,15 +226,19 @@ def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
 
 
 def _read_pairs(job: TrainingJob, tokenizer: Any) -> tuple[list[dict[str, Any]], int]:
-    """Return the tokenized pairs to train on, and how many pairs were too long. Raises as `prepare_preference`."""
+    """Return the tokenized pairs to train on, and the number of pairs that were too long.
+
+    Raises:
+        ValueError: There is no pair, or all pairs are too long, or the labels of a question cannot be distinguished.
+    """
     settings = job.settings
     rows = list(read_records(job.inputs["teacher"] / "preferences.jsonl", PreferenceRow))
     if not rows:
-        raise ValueError("the teacher gave no pair: no question has enough right and wrong answers")
+        raise ValueError("there are no pairs to train on: no question has enough right and wrong answers")
     for labels in dict.fromkeys(row.labels for row in rows):
         if labels:
             check_labels(tokenizer, labels)
-    # Long pairs are dropped before the draw, so that every drawn pair is trained on, the same ones by every method.
+    # Long pairs are dropped before the draw, so that every drawn pair is used and all methods train on the same pairs.
     short_enough = drop_too_long(
         [preference_columns(tokenizer, row) for row in rows],
         settings.context,
@@ -244,9 +253,9 @@ def _read_pairs(job: TrainingJob, tokenizer: Any) -> tuple[list[dict[str, Any]],
 
 
 def _read_stream_examples(job: TrainingJob, tokenizer: Any) -> tuple[list[Example], int]:
-    """Return the examples of the stream, and how many of its rows gave none.
+    """Return the examples of the stream, and the number of its rows that were left out.
 
-    A row gives none if its response is too long. Where right responses are replayed, its question may also have none.
+    A row is left out if its response is too long or, if right responses are replayed, if its question has none.
     """
     rows = _read_stream(job)
     responses = rows
@@ -257,9 +266,9 @@ def _read_stream_examples(job: TrainingJob, tokenizer: Any) -> tuple[list[Exampl
 
 
 def _list_term_options(settings: TrainSettings) -> dict[str, Any]:
-    """Return the options of the calibration term, and those that every training on pairs has.
+    """Return the options of `CATTOConfig` that all trainings on pairs share, and those of the calibration term.
 
-    Options that the term does not read are left out: `CATTOConfig` would refuse them.
+    Options that the term does not read are left out, since `CATTOConfig` refuses them.
     """
     method = settings.method
     options: dict[str, Any] = {
@@ -279,31 +288,31 @@ def _list_term_options(settings: TrainSettings) -> dict[str, Any]:
 
 
 def _make_adapter(peft: dict[str, Any]) -> LoraConfig:
-    """Return the adapter; ValueError if its initialisation changes the model."""
+    """Return the configuration of the adapter. Raise ValueError if its initialisation changes the model's output."""
     initialisation = peft.get("init_lora_weights", True)
     if initialisation not in NEUTRAL_STARTS:
-        reason = "the reference is the model without its adapter, which must be the start"
+        reason = "the reference is the model without its adapter, which must equal the model at the start"
         raise ValueError(f"model.peft.init_lora_weights is {initialisation!r}, expected true or gaussian: {reason}")
     return LoraConfig(task_type="CAUSAL_LM", **peft)
 
 
 def _count_forward_tokens(pair: Mapping[str, Any]) -> int:
-    """Count the tokens of both sequences of a pair: each response with the prompt before it."""
+    """Count the tokens of both sequences of a pair, each a prompt with a response."""
     return 2 * len(pair["prompt_ids"]) + len(pair["chosen_ids"]) + len(pair["rejected_ids"])
 
 
 def _count_stream_tokens(stream: Iterable[Example], method: Method) -> int:
-    """Count the tokens of the stream: of whole responses where they are replayed, else up to the label."""
+    """Count the tokens of the stream: whole responses if right ones are replayed, otherwise only up to the label."""
     if method.stream == "right":
         return sum(example.tokens for example in stream)
     return sum(len(example.row.prompt) + example.label.at for example in stream)
 
 
 def _read_stream(job: TrainingJob) -> list[SftRow]:
-    """Read the rows of the stream; where votes are the target, only those that have votes.
+    """Return the rows of the stream. If votes are the target, leave out rows without votes.
 
     Raises:
-        ValueError: Votes are the target and no row has them.
+        ValueError: Votes are the target but no row has them.
     """
     path = job.inputs["stream"] / "stream.jsonl"  # one row per question, with votes
     if not path.exists():
@@ -314,16 +323,16 @@ def _read_stream(job: TrainingJob) -> list[SftRow]:
         return rows
     voted = [row for row in rows if row.votes is not None]
     if not voted:
-        raise ValueError("no response of the stream can be read, so no question has votes")
+        raise ValueError("no response of the stream has a readable answer, so no question has votes")
     left_out = len(rows) - len(voted)
     if left_out:
-        logger.warning("left out %d of %d questions: none of their responses can be read", left_out, len(rows))
+        logger.warning("left out %d of %d questions: no response has a readable answer", left_out, len(rows))
     return voted
 
 
 def _list_loss_options(method: Method) -> dict[str, Any]:
-    """Return the options of the preference loss that belong to the method, whatever the recipe's `trl` says."""
-    if not method.preference_loss:  # TRL has no empty sum of losses: its loss counts 0 times
+    """Return the options of the preference loss that the method sets; they override the recipe's `trl` block."""
+    if not method.preference_loss:  # TRL needs at least one loss, so it gets one with weight 0
         return {"loss_type": ["sigmoid"], "loss_weights": [0.0]}
     options: dict[str, Any] = {}
     if method.loss_type:
@@ -335,14 +344,14 @@ def _list_loss_options(method: Method) -> dict[str, Any]:
 
 
 def find_right_responses(job: TrainingJob, sampled: Iterable[SftRow]) -> list[SftRow]:
-    """Return a right response to each question of the stream, in the form of the sampled one.
+    """Return a right response to each question of the stream, in the same form as the sampled response.
 
-    A response that is only an answer becomes the gold label. One with reasoning becomes the teacher's first correct
-    trace; a question to which the teacher has none is left out.
+    If the sampled response has no reasoning, this is the gold label alone. Otherwise it is the teacher's first correct
+    trace, and questions without one are left out.
     """
     traces: dict[str, SftRow] = {}
     for row in read_records(job.inputs["teacher"] / "sft.jsonl", SftRow):
-        traces.setdefault(row.question, row)  # of several traces the first
+        traces.setdefault(row.question, row)  # keeps the first of several traces
     responses = []
     for row in sampled:
         is_only_answer = row.completion[-1].content == render_completion(None, row.label)

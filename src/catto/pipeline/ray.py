@@ -1,9 +1,9 @@
-"""Run the matrix on a Ray cluster: one task a stage, and the files on a shared file system stay the truth.
+"""Run the stages of a recipe on a Ray cluster: one task per stage, with all results in files on a shared file system.
 
-A task gets the recipe, the key of its stage and references to the tasks of what it needs, for which Ray lets it wait.
-Its worker finds the stage by the key and runs it as the local runner does, so a task that Ray starts again after a lost
-node or worker is another attempt, which resumes. Only how a stage ended travels back; progress is read from
-the folders of the attempts.
+A task gets the recipe, the key of its stage and references to the tasks of its needs, so that Ray waits for these. The
+worker finds the stage by its key and runs it as the local runner does. If Ray restarts a task because a node or worker
+was lost, the new attempt resumes the work. Tasks return only how their stage ended; progress is read from the folders
+of the attempts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,20 +32,29 @@ from catto.pipeline.stage import Stage
 from catto.recipe.settings import Recipe
 from catto.telemetry import switch_off_telemetry
 
-# How often Ray starts a stage again whose worker or node was lost. An error of Python is not tried again.
+# How often Ray restarts a stage whose worker or node was lost. A Python exception is not retried.
 RETRIES = 10
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_CONNECT = 10.0
-# Nothing but keys and endings is in the object store; Ray takes no less than this.
+# The smallest object store that Ray accepts, in bytes: only recipes, keys and endings are in it.
 OBJECT_STORE = 80 * 2**20
 
 
 def run_on_ray(
     root: Path, recipe: Recipe, goals: Sequence[Stage], display: Display, address: str | None = None
 ) -> Outcome:
-    """Run the goals, stages of the recipe's report, and what they need on a cluster, as `run_goals` does here.
+    """Run the goals and the stages they need on a cluster, as `run_goals` does on this machine.
 
-    address: of a cluster (`auto`: the one that runs on this machine); None starts one on this machine.
+    Args:
+        root: The experiment's folder.
+        recipe: The recipe.
+        goals: Stages of the recipe's report.
+        display: Shows the run.
+        address: The address of a cluster, or `auto` for the one that runs on this machine. None starts a new cluster
+            on this machine.
+
+    Raises:
+        DataError: Another run works in the folder, there is no connection to the cluster, or it lacks resources.
     """
     with attempts.lock_run(root):
         missing = [stage for stage, state in runner.list_states(root, goals) if state != "done"]
@@ -64,26 +73,25 @@ def run_on_ray(
                 for task in tasks.values():
                     ray.cancel(task, force=True)
                 raise
-        if not outcome.stopped:  # what the workers finished is read here next
+        if not outcome.stopped:  # the caller reads the files next, and this machine may not see them yet
             runner.wait_for_stages(root, goals, "this run")
         return outcome
 
 
 @contextmanager
 def _connect_to_ray(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, or start one; Ray's own messages stay in its logs."""
-    switch_off_telemetry()  # Ray's processes on this machine inherit it
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else a warning about a later version
-    os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))  # else a stage that needs more memory runs for ever
-    started: dict[str, Any] = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
-    where = started if address is None else {"address": address}
+    """Connect to a cluster, or start one; disconnect at the end. Ray's own messages stay in its logs."""
+    switch_off_telemetry()  # Ray's processes on this machine inherit the setting
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a warning about a future version of Ray
+    # Without a limit, Ray restarts a stage that runs out of memory forever.
+    os.environ.setdefault("RAY_task_oom_retries", str(RETRIES))
+    options: dict[str, Any] = {"address": address}
+    if address is None:
+        options = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
     try:
-        if address is not None and address != "auto":  # Ray itself would try for many minutes
-            place = urlsplit(f"//{address.removeprefix('ray://')}")
-            if not place.hostname or not place.port:
-                raise ValueError("expected auto, HOST:PORT or ray://HOST:PORT")
-            socket.create_connection((place.hostname, place.port), timeout=SECONDS_TO_CONNECT).close()
-        ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
+        if address is not None and address != "auto":
+            _check_connection(address)
+        ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         problem = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError("--address", None, f"{address or 'a cluster on this machine'}: {problem}") from None
@@ -93,46 +101,77 @@ def _connect_to_ray(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
+def _check_connection(address: str) -> None:
+    """Raise an error if nothing accepts connections at an address: `ray.init` would try for many minutes.
+
+    Raises:
+        ValueError: The address has no host or no port.
+        OSError: There is no connection.
+    """
+    place = urlsplit(f"//{address.removeprefix('ray://')}")
+    if not place.hostname or not place.port:
+        raise ValueError("expected auto, HOST:PORT or ray://HOST:PORT")
+    socket.create_connection((place.hostname, place.port), timeout=SECONDS_TO_CONNECT).close()
+
+
+class _StageMonitor:
+    """Tells the display when stages start and how far they are, from the folders of their attempts."""
+
+    def __init__(self, root: Path, total: int, display: Display) -> None:
+        self.root = root
+        self.total = total
+        self.display = display
+        self.began: dict[str, float] = {}  # when each stage started, by key
+        self._last_progress: dict[str, list[Any]] = {}
+        self._old_folders: set[Path] = set()  # attempts of earlier runs
+        for folders in attempts.attempts_by_stage(root).values():
+            self._old_folders.update(folders)
+
+    def start(self, stage: Stage) -> None:
+        """Show that a stage has started, if that was not shown before."""
+        if stage.key not in self.began:
+            self.began[stage.key] = time.monotonic()
+            self.display.started(stage, len(self.began), self.total)
+
+    def show_progress(self, pending: Iterable[Stage]) -> None:
+        """Show the new attempts at the pending stages, and their progress."""
+        unfinished = attempts.attempts_by_stage(self.root)
+        for stage in pending:
+            for folder in unfinished.get(stage.folder, ()):
+                if folder in self._old_folders:
+                    continue
+                self.start(stage)
+                progress = attempts.read_progress(folder)
+                if progress is not None and progress != self._last_progress.get(stage.key):
+                    self._last_progress[stage.key] = progress
+                    self.display.progress(stage, *progress)
+
+
 def _follow_tasks(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
-    """Show the stages until all have ended: progress by the files of new attempts, ends by the tasks."""
+    """Wait until the tasks of all missing stages have ended; meanwhile, show their progress."""
     outcome = Outcome()
-    began: dict[str, float] = {}
-    shown: dict[str, list[Any]] = {}
-    earlier = {folder for folders in attempts.attempts_by_stage(root).values() for folder in folders}
+    monitor = _StageMonitor(root, len(missing), display)
     pending = {stage.key: stage for stage in missing}
-
-    def start(stage: Stage) -> None:
-        if stage.key not in began:
-            began[stage.key] = time.monotonic()
-            display.started(stage, len(began), len(missing))
-
     while pending:
         ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS)
-        unfinished = attempts.attempts_by_stage(root)
-        for stage in pending.values():
-            for folder in unfinished.get(stage.folder, ()):
-                if folder in earlier:
-                    continue
-                start(stage)
-                progress = attempts.read_progress(folder)
-                if progress is not None and progress != shown.get(stage.key):
-                    shown[stage.key] = progress
-                    display.progress(stage, *progress)
-        for stage in [stage for stage in pending.values() if tasks[stage.key] in set(ready)]:
+        monitor.show_progress(pending.values())
+        ready_tasks = set(ready)
+        ended = [stage for stage in pending.values() if tasks[stage.key] in ready_tasks]
+        for stage in ended:
             del pending[stage.key]
             if outcome.blocks(stage):
                 display.ended(stage, "blocked", 0.0)
                 continue
             ending = _read_ending(root, tasks[stage.key])
-            start(stage)
+            monitor.start(stage)  # a short stage may have ended before its attempt was seen
             outcome.add(stage, ending)
-            seconds = stage_seconds(root, stage) or time.monotonic() - began[stage.key]
+            seconds = stage_seconds(root, stage) or time.monotonic() - monitor.began[stage.key]
             display.ended(stage, ending.outcome, seconds)
     return outcome
 
 
 def _read_ending(root: Path, task: Any) -> Ending:
-    """Return how a stage ended, whose task is over; Ray's own errors are failures."""
+    """Return the Ending of a task that is over; an error from Ray itself becomes a failure."""
     try:
         ending: Ending = ray.get(task)
     except ray.exceptions.RayError as error:
@@ -147,9 +186,18 @@ def _read_ending(root: Path, task: Any) -> Ending:
 def list_ray_options(
     recipe: Recipe, missing: Sequence[Stage], nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return Ray's options for each block of the recipe's resources; DataError where no node has what one asks for.
+    """Return Ray's options for each block of the recipe's resources.
 
-    Ray itself would wait for such a node for ever.
+    Args:
+        recipe: The recipe.
+        missing: The stages to run.
+        nodes: The resources of each node of the cluster, by Ray's names.
+
+    Returns:
+        For each block that a missing stage uses, the options of its tasks.
+
+    Raises:
+        DataError: No node has the resources of a block. Ray itself would wait for such a node forever.
     """
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
     stage_of_block = {resource_block(recipe, stage): stage for stage in missing}
@@ -158,10 +206,10 @@ def list_ray_options(
         block = stage_resources(recipe, stage_of_block[name], gpus=has_gpus)
         needed = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
         if not any(_has_all(node, needed) for node in nodes):
-            most = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in needed}
+            largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in needed}
             problem = f"no node has all of {_format_amounts(needed)}"
-            largest = f"the most that one has of each: {_format_amounts(most)}"
-            raise DataError(f"resources.{name}", None, f"{problem}; {largest}")
+            available = f"the largest amount of each: {_format_amounts(largest)}"
+            raise DataError(f"resources.{name}", None, f"{problem}; {available}")
         options[name] = {"num_cpus": needed["CPU"], "num_gpus": needed["GPU"]}
         if block.bytes:
             options[name]["memory"] = block.bytes
@@ -178,27 +226,39 @@ def _format_amounts(amounts: Mapping[str, float]) -> str:
 
 # ---- in a worker ----------------------------------------------------------------------------------------------------
 
-# A worker runs many stages of one recipe: its stages by key, and the folders whose bytes were compared.
-_graphs: dict[str, dict[str, Stage]] = {}
-_checked: set[Path] = set()
+# A worker runs many stages, usually of one recipe, so these are kept from stage to stage.
+_stages_by_recipe: dict[str, dict[str, Stage]] = {}  # for each recipe as JSON, its stages by key
+_verified_folders: set[Path] = set()  # see `run_stage`
 
 
-def _run_stage(recipe: Recipe, root: str, here: str, key: str, *needs: Ending) -> Ending:
-    """Run the stage of a key in a worker; paths in the recipe are seen from the folder `here`."""
-    switch_off_telemetry()  # a cluster that was started elsewhere has not the environment of the command
+def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs: Ending) -> Ending:
+    """Run a stage in a worker.
+
+    Args:
+        recipe: The recipe.
+        root: The experiment's folder.
+        working_folder: The folder that paths in the recipe are relative to.
+        key: The key of the stage.
+        needs: The endings of its needs; Ray replaces the references to their tasks by these.
+
+    Raises:
+        DataError: This node cannot find the stage or the results of its needs.
+    """
+    switch_off_telemetry()  # a cluster that was started elsewhere does not inherit the environment of the command
     if any(need.outcome in ("failed", "blocked") for need in needs):
         return Ending("blocked")
-    os.chdir(here)
-    text = recipe.model_dump_json()
-    if text not in _graphs:
-        _graphs[text] = {stage.key: stage for stage in stages.list_needed([Graph(recipe).plan_report()])}
-    stage = _graphs[text].get(key)
+    os.chdir(working_folder)
+    recipe_json = recipe.model_dump_json()
+    if recipe_json not in _stages_by_recipe:
+        all_stages = stages.list_needed([Graph(recipe).plan_report()])
+        _stages_by_recipe[recipe_json] = {stage.key: stage for stage in all_stages}
+    stage = _stages_by_recipe[recipe_json].get(key)
     if stage is None:
         raise DataError(root, None, f"no stage has the key {key} here: catto's version or a file differs on this node")
     missing = runner.wait_for_stages(Path(root), stage.needs.values(), stage.name)
     if missing:
-        raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not seen from this node")
+        raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not visible on this node")
     try:
-        return runner.run_stage(Path(root), stage, lambda *_: None, _checked)
+        return runner.run_stage(Path(root), stage, lambda *_: None, _verified_folders)
     finally:
-        release_engine()
+        release_engine()  # the next stage on this machine may run in a different worker

@@ -1,4 +1,4 @@
-"""A rehearsal before anything is paid for: each method is trained for a step on a toy model."""
+"""Rehearse a run before it costs anything: train each method for one step on a toy model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from catto.records import Message, PreferenceRow, SftRow
 
 TOY = ScratchModel(layers=1, width=8, heads=1, intermediate=8, positions=64)
 ROWS = 4
-# Keywords that name parts or tokens of the real model, say how processes share it, or compile it.
+# Keywords that refer to parts or tokens of the real model, distribute it over processes, or compile it.
 NOT_FOR_A_TOY = frozenset(
     {
         "target_modules",
@@ -55,9 +55,16 @@ ONE_STEP = {
 
 
 def rehearse_trainings(source: str, stages: Iterable[Stage[TrainSettings]]) -> None:
-    """Train each method for a step on a toy model; DataError, in a library's words, for a block that it refuses.
+    """Train each method for one step on a toy model, to find settings that a library refuses.
 
-    Otherwise that would be known after the teacher was paid and the models to start from were trained.
+    Without it, such settings would fail only after the teacher was paid and the start models were trained.
+
+    Args:
+        source: The name or file of the recipe, for errors.
+        stages: The trainings; of several with the same method, one is rehearsed.
+
+    Raises:
+        DataError: A training failed; the message is the library's.
     """
     by_method = {stage.settings.name: stage for stage in stages}
     with tempfile.TemporaryDirectory() as name:
@@ -74,36 +81,38 @@ def rehearse_trainings(source: str, stages: Iterable[Stage[TrainSettings]]) -> N
 
 
 def _rehearse_stage(stage: Stage[TrainSettings], folder: Path) -> None:
+    """Train for one step on the toy rows in a folder."""
     trl = stage.settings.block.trl
     for start_tracker in get_reporting_integration_callbacks(trl.get("report_to")):
-        start_tracker()  # raises if its library is missing
+        start_tracker()  # raises an error if the tracker's library is not installed
     inputs = {role: folder for role in stage.needs if role != "start"}
     job = TrainingJob(make_toy_settings(stage.settings), inputs, folder / stage.settings.name)
     train_method(job, lambda *_: None)
 
 
 def make_toy_settings(settings: TrainSettings) -> TrainSettings:
-    """Return the settings of the same training for one step of a toy model."""
+    """Return the same settings, changed to train a toy model for one step."""
     trl = {**_drop_keywords(settings.block.trl), **ONE_STEP}
     peft = settings.model.peft
     return replace(
         settings,
         model=ModelSettings(scratch=TOY, peft=_drop_keywords(peft) if peft else None),
-        method=replace(settings.method, rcft_weight=0.0),  # RCFT would generate
+        method=replace(settings.method, rcft_weight=0.0),  # with its term, RCFT would generate answers
         block=settings.block.model_copy(update={"checkpoint_steps": 1, "trl": trl}),
         context=TOY.positions,
-        # One process and the plain layout of a batch: neither is a library's keyword.
+        # These two are catto's own settings, which need no rehearsal.
         prefix_sharing=False,
         launch=LaunchSettings(),
     )
 
 
 def _drop_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords without those that do not fit a toy model."""
     return {name: value for name, value in keywords.items() if name not in NOT_FOR_A_TOY}
 
 
 def _write_toy_rows(folder: Path) -> None:
-    """Write a few rows of each kind. The pairs differ in their reasoning: some losses read nothing else."""
+    """Write a few rows of each kind. The two responses differ in their reasoning too: some losses read only that."""
     responses = {}
     for label in "AB":
         responses[label] = (Message(role="assistant", content=render_completion(label, label)),)

@@ -1,4 +1,4 @@
-"""A training: the start model, a trainer with its rows, and the trained model with how the training went."""
+"""Run a training: load the start model, train it, and save the model with a description of the training."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ Progress = Callable[[int, int, str], None]
 
 
 def start_training(job: TrainingJob, progress: Progress) -> None:
-    """Train here or, with `launch`, in as many processes as the recipe says.
+    """Train in this process or, if the recipe's `launch` block asks for several, in new processes.
 
-    The processes read the job from job.json, which is written into its folder. RuntimeError if one of them fails.
+    New processes read the job from job.json, which is written to the job's folder.
+
+    Raises:
+        RuntimeError: A process failed.
     """
     if job.settings.launch.processes == 1:
         train_method(job, progress)
         return
-    torch.cuda.empty_cache()  # what an engine of this process has left
+    torch.cuda.empty_cache()  # return the GPU memory that an engine of this process has used
     file = job.out / "job.json"
     file.write_bytes(TypeAdapter(TrainingJob).dump_json(job))
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -49,18 +52,18 @@ def start_training(job: TrainingJob, progress: Progress) -> None:
 
 
 def train_method(job: TrainingJob, progress: Progress) -> None:
-    """Train, alone or as one of the processes that share a training; rank 0 writes the model and training.json.
+    """Train in this process, which may be one of several; rank 0 writes the model and training.json.
 
     A training that was killed resumes from its newest complete checkpoint. The fields of training.json are those of
     `report.numbers.Training`.
     """
     is_on_pairs = job.settings.method.stage == "preference"
-    # On pairs, TRL adds the adapter itself.
+    # For a training on pairs, TRL adds the adapter.
     model, tokenizer = _load_start(job, adapted=not is_on_pairs)
     prepare = prepare_preference if is_on_pairs else prepare_supervised
     prepared = prepare(job, model, tokenizer)
     trainer = prepared.trainer
-    _warn_of_filled_batches(job, prepared)
+    _warn_of_repeated_rows(job, prepared)
     _check_tied_head(trainer.model)
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
@@ -72,38 +75,38 @@ def train_method(job: TrainingJob, progress: Progress) -> None:
         trainer.add_callback(ValidationReliability(trainer))
     checkpoint = newest_complete(job.out / "checkpoints")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    gathered_weights = gather_weights(trainer)  # all ranks take part
+    gathered_weights = gather_weights(trainer)  # all ranks must call it
     if not trainer.is_world_process_zero():
         return
     trained = trainer.model
-    if gathered_weights is not None:  # no process holds the whole model
+    if gathered_weights is not None:  # the model is split over the processes
         trained, _ = _load_start(job)
         load_trained(trained, gathered_weights)
     save_model(trained, tokenizer, job.out / "model")
     write_json(job.out / "training.json", _describe_training(prepared, clock.seconds()))
 
 
-def _warn_of_filled_batches(job: TrainingJob, prepared: PreparedTraining) -> None:
-    """Warn where the processes repeat rows at the end of an epoch, so that all have as many."""
+def _warn_of_repeated_rows(job: TrainingJob, prepared: PreparedTraining) -> None:
+    """Warn if rows are repeated at the end of each epoch, so that all processes have equally many."""
     processes = job.settings.launch.processes
     rows_per_step = prepared.trainer.args.per_device_train_batch_size * processes
-    repeated = -prepared.rows % rows_per_step  # up to the next multiple
+    repeated = -prepared.rows % rows_per_step  # number of rows up to the next multiple
     if processes > 1 and repeated:
-        message = "%d rows are no multiple of the batch: each epoch ends with %d rows again"
+        message = "%d rows are not a multiple of the batch; rows repeated at the end of each epoch: %d"
         logger.warning(message, prepared.rows, repeated)
 
 
 def _check_tied_head(model: Any) -> None:
-    """Raise ValueError for an adapter of the input embedding whose weights are the head's too."""
+    """Raise ValueError if the input embedding has an adapter and shares its weights with the head."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     has_adapter = hasattr(embedding, "base_layer")
     if has_adapter and embedding.base_layer.weight is head.weight:
-        raise ValueError("model.peft: an adapter of the input embedding would, once merged, move the head tied to it")
+        raise ValueError("model.peft: merging an adapter of the input embedding would also change the head tied to it")
 
 
 def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, Any]:
-    """Return the fields of training.json; the times and tokens are those of all runs of the training."""
+    """Return the fields of training.json. The seconds and tokens are those of all runs of a resumed training."""
     trainer = prepared.trainer
     state = trainer.state
     epochs = round(state.epoch, 4)
@@ -123,9 +126,9 @@ def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, 
 
 
 def _average_reward_accuracy(logs: Iterable[dict[str, float]]) -> float | None:
-    """Return the share of pairs in which the chosen response gained more than the rejected one, late in training.
+    """Return how often the chosen response had the higher reward, averaged over the last quarter of the logged values.
 
-    It is the mean of the last quarter of the logged values; None if none was logged, as without pairs.
+    Return None if no values were logged, as in a training without pairs.
     """
     accuracies = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
     if not accuracies:
@@ -135,9 +138,9 @@ def _average_reward_accuracy(logs: Iterable[dict[str, float]]) -> float | None:
 
 
 def _read_history(logs: Iterable[dict[str, float]]) -> list[dict[str, float]]:
-    """Return what was measured on validation, step by step, with the reward margin that was logged last before it."""
+    """Return the validation metrics of each step at which they were measured, with the last logged reward margin."""
     history: list[dict[str, float]] = []
-    last_margin: dict[str, float] = {}  # empty before the first one, and without pairs
+    last_margin: dict[str, float] = {}  # empty until a margin is logged; stays empty without pairs
     for entry in logs:
         if "rewards/margins" in entry:
             last_margin = {"reward_margin": entry["rewards/margins"]}
@@ -151,7 +154,12 @@ def _read_history(logs: Iterable[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
-    """Return the model that this training starts from, `adapted` by what `model.peft` says, and its tokenizer."""
+    """Return the model that this training starts from, and its tokenizer.
+
+    Args:
+        job: The training.
+        adapted: Whether to add the adapter that the recipe's `model.peft` describes, if there is one.
+    """
     settings = job.settings.model
     if "start" in job.inputs:
         model, tokenizer = load_model(str(job.inputs["start"]), settings)
@@ -161,24 +169,27 @@ def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
     else:
         model, tokenizer = load_model(settings.path or "", settings)
     if adapted and settings.peft is not None:
-        torch.manual_seed(job.settings.seed)  # the trainer's comes too late for the adapter's random weights
+        torch.manual_seed(job.settings.seed)  # the trainer sets the seed only after the adapter's weights are drawn
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
     return model, tokenizer
 
 
 def _make_tokenizer(folder: Path) -> Any:
-    """Make the tokenizer of a model from scratch: one token per word of the teacher's rows."""
+    """Make the tokenizer of a model from scratch: one token per word in the teacher's rows."""
     rows = list(read_records(folder / "outcome.jsonl", SftRow))
-    judge_answers = bool(rows) and rows[0].labels == JUDGEMENT_LABELS
-    if judge_answers:  # such rows lack the words of the reasoning; those of tasks with labels have every word
+    are_judgements = bool(rows) and rows[0].labels == JUDGEMENT_LABELS
+    if are_judgements:  # they lack the words of the reasoning, unlike the rows of tasks with labels
         rows += read_records(folder / "sft.jsonl", SftRow)
-    texts = [message.content for row in rows for message in (*row.prompt, *row.completion)]
-    answers = {f" {label}" for row in rows for label in row.labels}  # `<answer> A`: words that no row may have
-    return word_tokenizer([*texts, *answers])
+    texts: list[str] = []
+    labels_after_space: set[str] = set()  # as in `<answer> A`, which may occur in no row
+    for row in rows:
+        texts += [message.content for message in (*row.prompt, *row.completion)]
+        labels_after_space.update(f" {label}" for label in row.labels)
+    return word_tokenizer([*texts, *labels_after_space])
 
 
 def load_model(path: str, settings: ModelSettings) -> tuple[Any, Any]:
-    """Load a model in the recipe's precision, and its tokenizer with a token for padding."""
+    """Load a model in the recipe's precision, and its tokenizer with a padding token."""
     check_hub(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     if tokenizer.pad_token is None:
@@ -189,9 +200,9 @@ def load_model(path: str, settings: ModelSettings) -> tuple[Any, Any]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save an ordinary checkpoint, whole or not at all.
+    """Save a model and its tokenizer as an ordinary checkpoint, atomically.
 
-    An adapter is merged into the given model, in fp32: in bf16 a small update would be rounded away.
+    An adapter is merged into the model in fp32: in bf16 a small update would be rounded away.
     """
     has_adapter = hasattr(model, "merge_and_unload")
     if has_adapter:
@@ -202,9 +213,9 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
-    """Return the trained weights of a model that the processes hold in pieces; None if each has the whole model.
+    """Gather the trained weights of a model that is split over the processes; None if each has the whole model.
 
-    All ranks have to call it. Rank 0 gets the weights, the others an empty dictionary.
+    All ranks must call it. Rank 0 gets the weights, the others an empty dictionary.
     """
     if trainer.is_deepspeed_enabled:
         return _gather_from_deepspeed(trainer)
@@ -215,20 +226,20 @@ def gather_weights(trainer: Any) -> dict[str, torch.Tensor] | None:
 
 
 def _gather_from_deepspeed(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the optimizer's fp32 weights: a bf16 model has them rounded."""
+    """Return the optimizer's fp32 weights: those of a bf16 model are rounded."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights: dict[str, torch.Tensor] = {}
     for name, weight in trainer.model.named_parameters():
         if weight.requires_grad:
-            whole = safe_get_full_fp32_param(weight)  # with the pieces of all ranks
+            full_weight = safe_get_full_fp32_param(weight)  # all ranks must call it
             if trainer.is_world_process_zero():
-                weights[name] = whole.cpu()
+                weights[name] = full_weight.cpu()
     return weights
 
 
 def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Put the trained weights into the model that the training started from; frozen ones stay as they are.
+    """Copy the trained weights into the model that the training started from; frozen weights are not changed.
 
     Raises:
         RuntimeError: A trainable weight of the model is missing, or the model has no weight of a given name.
@@ -237,15 +248,14 @@ def load_trained(model: Any, weights: dict[str, torch.Tensor]) -> None:
     missing, unexpected = model.load_state_dict(weights, strict=False)
     differing = sorted(set(unexpected) | trainable.intersection(missing))
     if differing:
-        problem = f"{len(differing)} differ, as {differing[0]}"
-        raise RuntimeError(f"the gathered weights are not those of the model: {problem}")
+        raise RuntimeError(f"gathered weights that do not match the model: {len(differing)}, such as {differing[0]}")
 
 
-# ---- its clock ------------------------------------------------------------------------------------------------------
+# ---- time and progress ----------------------------------------------------------------------------------------------
 
 
 class _Clock(TrainerCallback):  # type: ignore[misc]
-    """Counts the seconds of training over all runs of a stage, reports progress and writes the stage's log."""
+    """Counts the seconds of training over all runs of a stage, reports progress, and logs what the trainer logs."""
 
     def __init__(self, job: TrainingJob, progress: Progress) -> None:
         self.progress = progress
@@ -257,7 +267,7 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         self.note = ""
 
     def seconds(self) -> float:
-        """Return the seconds so far, with those of the earlier runs."""
+        """Return the seconds so far, including those of earlier runs."""
         return self.earlier_seconds + time.monotonic() - self.began
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -265,7 +275,7 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         self.progress(state.global_step, state.max_steps, self.note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Log what the trainer logs; keep the newest loss and validation numbers for the display."""
+        """Log what the trainer logs; keep the newest loss or validation numbers for the display."""
         logs = logs or {}
         logger.info("step %d of %d: %s", state.global_step, state.max_steps, json.dumps(logs, default=str))
         if "loss" in logs:
@@ -274,6 +284,6 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
             self.note = f"val acc {100 * logs['eval_val_accuracy']:.1f} ECE {100 * logs['eval_val_ece']:.1f}"
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store the seconds, so that a kill loses only those since the checkpoint."""
+        """Store the seconds with the checkpoint: after a kill, the training resumes from both."""
         if state.is_world_process_zero:
             write_text(self.file, json.dumps(self.seconds()))
