@@ -161,7 +161,7 @@ def evaluate(
     writable_folder("--out", out)
     load_engine = _check_engine(model, engine)
     is_server = engine.engine == "server"
-    # A server's replies do not depend on the batch size, so the number of questions stored together need not either.
+    # A server's replies do not depend on the batch size, so neither does the number of questions stored together.
     batch_size = Engine.batch_size if is_server else engine.concurrency
     chunk = predict.chunk_size(batch_size, k)
     stored_name = model_name(model) if is_server else model

@@ -96,7 +96,7 @@ def select(
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
 
-    sizes = [*k, *(more or ())]
+    sizes = [*k, *(more or ())]  # of `--k 4 8`, typer passes 4 as the option and 8 as an argument
     _check_final_options(file, out, sizes, rule=rule, calibrator=calibrator, has_tau=bool(tau or fit_tau))
     if stop is not None and not adaptive:
         refuse("--stop: needs --adaptive")
@@ -129,11 +129,7 @@ def select(
     if as_json:
         console.print_json(_make_document(rows, counts, within) + savings)
         return
-    if counts.warning is not None:
-        say(counts.warning)
-    _print_rules(str(file), rows, counts)
-    if savings:
-        _print_savings(savings)
+    _print_results(file, rows, savings, counts)
     if refused:
         say(f"Left out: {len(refused):,} questions with refused requests.")
     questions, samples_each = samples.label.shape
@@ -142,8 +138,8 @@ def select(
     if written:
         say(written)
     say(_describe_within(within, questions))
-    has_labels = predictions[0].label_logprobs is not None
-    if within.pairs and tau is None and has_labels:
+    has_label_logprobs = predictions[0].label_logprobs is not None
+    if within.pairs and tau is None and has_label_logprobs:
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
 
 
@@ -337,6 +333,17 @@ def _describe_ranking(predictions: Sequence[Prediction], tau: float | None) -> s
     drawn = ", ".join(f"{value:g}" for value in temperatures)
     ranked_by = "the stated confidence" if tau is None else f"the confidence at tau {tau:.3g}"
     return f"Sampled at temperature {drawn}, ranked by {ranked_by}."
+
+
+def _print_results(
+    file: Path, rows: Sequence[Selected], savings: Sequence[dict[str, Any]], counts: ParseCounts
+) -> None:
+    """Print a warning if many answers are forced, the table of rules, and the savings of stopping early, if measured."""
+    if counts.warning is not None:
+        say(counts.warning)
+    _print_rules(str(file), rows, counts)
+    if savings:
+        _print_savings(savings)
 
 
 def _print_rules(title: str, rows: Sequence[Selected], counts: ParseCounts) -> None:
