@@ -338,7 +338,7 @@ def _describe_ranking(predictions: Sequence[Prediction], tau: float | None) -> s
 def _print_results(
     file: Path, rows: Sequence[Selected], savings: Sequence[dict[str, Any]], counts: ParseCounts
 ) -> None:
-    """Print a warning if many answers are forced, the table of rules, and the savings of stopping early, if measured."""
+    """Print a warning if many answers are forced, the table of rules, and what stopping early saves."""
     if counts.warning is not None:
         say(counts.warning)
     _print_rules(str(file), rows, counts)
