@@ -168,7 +168,7 @@ def test_more_rows_than_the_limit_are_refused(form: str, tmp_path: Path, monkeyp
             path.write_text("a\n1\n2\n3\n")
         case _:
             write_table(path, n=[1, 2, 3])
-    with pytest.raises(DataError, match="holds more than"):
+    with pytest.raises(DataError, match="has more than"):
         list(read_rows(path))
 
 
@@ -176,7 +176,7 @@ def test_a_json_file_of_very_many_values_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(text_files, "MOST_JSON_VALUES", 1000)
     path = tmp_path / "a.json"
     path.write_text("[" + " " * text_files.MAX_LINE_BYTES + "[]," * 1000 + "[]]")
-    with pytest.raises(DataError, match="holds more than 1,000 values"):
+    with pytest.raises(DataError, match="has more than 1,000 values"):
         list(read_rows(path))
 
 

@@ -31,7 +31,7 @@ MAX_BATCH_ROWS = 1024
 # A file may expand to this many bytes, or to this many times its own size if that is more.
 MAX_EXPANDED_BYTES = 2**30
 MAX_EXPANSION = 1000
-TOO_MANY_ROWS = f"holds more than {MAX_ROWS:,} rows"
+TOO_MANY_ROWS = f"has more than {MAX_ROWS:,} rows"
 
 
 def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -227,8 +227,8 @@ _MAX_DEPTH = 8
 def _read_struct(path: Path, file: IO[bytes], depth: int = 0) -> dict[int, Any]:
     """Read a Thrift struct and return the value of each field by its number. Texts and doubles are skipped.
 
-    The first byte of a field has its type in the low four bits, and in the high four bits the step from the previous
-    field's number. A step of 0 means that the number itself follows. A zero byte ends the struct.
+    The low four bits of a field's first byte are its type. The high four bits are the difference between its number and
+    that of the previous field; 0 means that the number itself follows. A zero byte ends the struct.
     """
     if depth > _MAX_DEPTH:
         raise DataError(path, None, DAMAGED)

@@ -289,8 +289,8 @@ MIN_TABLE_BYTES = 1 << 21
 def read_plain_table(path: Path) -> Any | None:
     """Return a large, simple file as a `pyarrow.Table` without nulls; None if `read_rows` must read it.
 
-    A file is simple if it is CSV without quotes, whose cells are all read as texts, or JSON lines of flat objects with
-    the same keys and no nulls. A file that Arrow reads but `read_rows` refuses is never simple.
+    A file is simple if it is CSV without quotes, or JSON lines of flat objects with the same keys and no nulls. The
+    cells of a CSV file are read as texts. A file that Arrow reads but `read_rows` refuses is never simple.
     """
     suffix = find_suffix(path)
     if suffix not in (".jsonl", ".ndjson", ".csv"):

@@ -148,7 +148,7 @@ def check_value_count(path: Path, row: int | None, text: str) -> None:
     # Every value follows a comma or an opening bracket.
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MOST_JSON_VALUES:
-        raise DataError(path, row, f"holds more than {MOST_JSON_VALUES:,} values: write JSON lines")
+        raise DataError(path, row, f"has more than {MOST_JSON_VALUES:,} values: write JSON lines")
 
 
 def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:

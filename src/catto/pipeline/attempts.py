@@ -242,7 +242,7 @@ class Attempt:
         Files written later may create the folder again, but never attempt.json.
         """
         if not (self.out / ATTEMPT).exists():
-            raise AttemptDeletedError("another attempt has taken the stage over")
+            raise AttemptDeletedError("another attempt has taken over the stage")
 
     def report_progress(self, finished: int, total: int, note: str) -> None:
         """Write the progress for observers on other machines, at most once per `SECONDS_BETWEEN_REPORTS`.

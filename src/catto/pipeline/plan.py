@@ -790,7 +790,7 @@ def check_places(source: str, recipe: Recipe) -> None:
         where = "teacher.responses"
         responses = teacher.responses or ""
         if teacher.source == "responses" and not Path(responses).exists() and not is_hub_id(responses):
-            raise DataError(responses, None, "no such file or folder, and not a Hub id of the form owner/name")
+            raise DataError(responses, None, "no such file or folder, and not a hub id of the form owner/name")
         where = "teacher.base_url"
         if teacher.source == "server":
             server_address(teacher.base_url or "")

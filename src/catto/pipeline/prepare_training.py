@@ -175,8 +175,8 @@ def _make_rcft_bins(job: TrainingJob, tokenizer: Any) -> RcftBins:
 def compute_label_share(prediction: Prediction) -> float | None:
     """Return the answer's probability among the labels, at temperature 1.
 
-    Return None if the response has no label, or if there is no probability for every label in the form in which the
-    answer was written.
+    Return None if the response has no label, or if a label has no probability in the form in which the answer was
+    written.
     """
     if prediction.label is None or prediction.label_logprobs is None:
         return None

@@ -312,8 +312,7 @@ def _parse_done(path: Path, modified_ns: int, inode: int) -> dict[str, Any]:
 def check_stage(folder: Path, *, contents: bool = False) -> None:
     """Raise DataError if a finished stage is damaged.
 
-    A stage is damaged if one of its files is missing or has a different size, or if the folder is that of a different
-    stage.
+    A stage is damaged if a file is missing or has a different size, or if the folder is that of a different stage.
 
     Args:
         folder: The folder of the stage, or of an attempt that has a done.json.
