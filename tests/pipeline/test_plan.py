@@ -124,7 +124,7 @@ def exported(
     assert run(capsys, "plan", recipe, "--out", root, "--export", kind).code == 0
     assert run(capsys, "stage", root, plan[0].key).code == 0
     told = run(capsys, "plan", recipe, "--out", root, "--export", kind).out
-    assert told.startswith(f"Wrote {len(plan) - 1} stages: ")
+    assert told.startswith(f"Wrote scripts for {len(plan) - 1} stages. Run: ")
     assert Path(shlex.split(told)[-1]).is_file()
     missing = {stage.key: stage for stage in plan[1:]}
     for key, stage in list(missing.items())[::7]:
