@@ -73,14 +73,14 @@ class TransformersEngine(Engine):
         self._kept: dict[Key | None, tuple[tuple[int, ...], Tensor]] = {}
 
     @classmethod
-    def load(cls, path: str | Path, *, dtype: torch.dtype | None = None, batch_size: int = 16) -> Self:
+    def load(cls, path: str | Path, *, dtype: torch.dtype | str | None = None, batch_size: int = 16) -> Self:
         """Load a model and its tokenizer.
 
         An adapter is not merged: in bf16 weights, a small update would be lost to rounding.
 
         Args:
             path: A checkpoint folder, the folder of a LoRA adapter, or a hub id.
-            dtype: Type of the weights; None means bf16 on an accelerator and fp32 on the CPU.
+            dtype: Type of the weights, such as `bfloat16`; None means bf16 on an accelerator and fp32 on the CPU.
             batch_size: Number of responses that run at once.
 
         Raises:

@@ -334,6 +334,9 @@ class EvaluationSettings(Settings):
     """How models are measured."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
+    # Type of the weights. None: bfloat16 on an accelerator, float32 on a CPU; with vLLM, what it chooses. Not part of a
+    # stage's key if None.
+    dtype: Literal["float32", "bfloat16"] | None = Field(default=None, exclude_if=lambda dtype: dtype is None)
     max_tokens: int = Field(default=1024, ge=1)
     batch_size: int = Field(default=16, ge=1)
     bins: int = Field(default=20, ge=1, le=MOST_BINS)

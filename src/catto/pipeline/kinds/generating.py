@@ -14,8 +14,9 @@ from catto.pipeline.stage import StageSettings, Work
 from catto.recipe.settings import EvaluationSettings
 from catto.records import Refusal
 
-# The engine of the last stage that needed one, with the engine's name, its model's path and its batch size.
-_last: tuple[tuple[str, str, int], Engine] | None = None
+# The engine of the last stage that needed one, with what it was opened with: the engine's name, the model's path, the
+# batch size and the type of the weights.
+_last: tuple[tuple[str, str, int, str | None], Engine] | None = None
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ def open_model_engine(work: Work, evaluation: EvaluationSettings) -> Engine:
     """Return the engine for the model that a stage needs. It is kept open, since the next stage often needs it too."""
     global _last
     path = str(work.model().resolve())
-    key = (evaluation.engine, path, evaluation.batch_size)
+    key = (evaluation.engine, path, evaluation.batch_size, evaluation.dtype)
     if _last is None or _last[0] != key:
         release_engine()
-        _last = (key, open_engine(evaluation.engine, path, batch_size=evaluation.batch_size))
+        options: dict[str, Any] = {"batch_size": evaluation.batch_size}
+        if evaluation.dtype is not None:
+            options["dtype"] = evaluation.dtype
+        _last = (key, open_engine(evaluation.engine, path, **options))
     engine = _last[1]
     engine.model = work.stage.needs["model"].name  # predictions name the model, not its folder
     return engine
