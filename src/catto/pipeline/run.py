@@ -105,27 +105,34 @@ def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
         DataError: Another run works in the folder, or a finished stage is damaged. A changed file size is detected
             before anything runs; changed content only before a stage reads the file.
     """
+    with lock_run(root):
+        try:
+            return _run_in_order(root, list_needed(list(goals)), display)
+        finally:
+            release_engine()  # free the memory of the last model
+
+
+def _run_in_order(root: Path, needed: Sequence[Stage], display: Display) -> Outcome:
+    """Run the stages that are not done, each after the stages it needs."""
     outcome = Outcome()
     verified_folders: set[Path] = set()
     started_count = 0
-    with lock_run(root):
-        missing_count = sum(state != "done" for _, state in list_states(root, goals))
-        leftovers = attempts.attempts_by_stage(root)
-        for stage in list_needed(list(goals)):
-            if outcome.blocks(stage):
-                display.ended(stage, "blocked", 0.0)
-            elif not stages.is_done(root, stage):
-                started_count += 1
-                # More stages may run than were missing: if the result of a need changes, a finished stage is stale.
-                display.started(stage, started_count, max(missing_count, started_count))
-                began = time.monotonic()
-                ending = run_stage(root, stage, partial(display.progress, stage), verified_folders)
-                outcome.add(stage, ending)
-                display.ended(stage, ending.outcome, time.monotonic() - began)
-            elif stage.folder in leftovers:  # an earlier run was killed after it published, before it deleted them
-                with attempts.lock_stage(root, stage):
-                    attempts.delete_abandoned(root, stage)
-    release_engine()  # free the memory of the last model
+    missing_count = sum(state != "done" for _, state in list_states(root, needed))
+    leftovers = attempts.attempts_by_stage(root)
+    for stage in needed:
+        if outcome.blocks(stage):
+            display.ended(stage, "blocked", 0.0)
+        elif not stages.is_done(root, stage):
+            started_count += 1
+            # More stages may run than were missing: if the result of a need changes, a finished stage is stale.
+            display.started(stage, started_count, max(missing_count, started_count))
+            began = time.monotonic()
+            ending = run_stage(root, stage, partial(display.progress, stage), verified_folders)
+            outcome.add(stage, ending)
+            display.ended(stage, ending.outcome, time.monotonic() - began)
+        elif stage.folder in leftovers:  # an earlier run was killed after it published, before it deleted them
+            with attempts.lock_stage(root, stage):
+                attempts.delete_abandoned(root, stage)
     return outcome
 
 
