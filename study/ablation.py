@@ -1,4 +1,4 @@
-"""What options of a term change, and how models were trained: the ablation, the costs and the reward margins."""
+"""The tables of the ablation, of training costs and of reward margins."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .names import TUNED, scale_variant, variant_sort_key, variant_title
 from .store import StoredCell, StudySummary
 from .tables import SCALINGS, Place, make_table, select_places
 
-# A training of at least so many seconds is shown in whole minutes.
-LONG_TRAINING = 600
+# Training times above this number of seconds are shown in whole minutes.
+LONG_TRAINING_SECONDS = 600
 
 
 def tabulate_ablation(study: MeasuredStudy) -> Iterator[str]:
-    """Yield a table for each place: the variants of its seed, next to the terms with their usual options."""
+    """Yield a table for each place: the variants of its seed, after the terms with their usual options."""
     heads = ["method", "accuracy", "confidence", "ECE", "Brier", "AUROC"]
     heads += ["other answers than DPO", "mean change of confidence"]
     for place in select_places(study.numbers, ablation=True):
@@ -61,20 +61,20 @@ def find_run(answers: Sequence[CellAnswers], group: GroupNumbers, seed: int) -> 
 
 
 def format_ablation(run: CellAnswers, dpo: CellAnswers) -> list[str]:
-    """Format the scores of one run and how far it is from DPO."""
-    changed = 0
+    """Format the scores of one run and its differences from DPO: changed answers, mean change of confidence."""
+    changed_answers = 0
     for label, dpo_label in zip(run.label, dpo.label, strict=True):
         if label != dpo_label:
-            changed += 1
-    moved = float(np.abs(run.confidence - dpo.confidence).mean())
+            changed_answers += 1
+    confidence_change = float(np.abs(run.confidence - dpo.confidence).mean())
     return [
         f"{100 * accuracy(run.confidence, run.correct):.1f}",
         f"{100 * mean_confidence(run.confidence, run.correct):.1f}",
         f"{100 * ece(run.confidence, run.correct):.1f}",
         f"{brier(run.confidence, run.correct):.3f}",
         f"{100 * auroc(run.confidence, run.correct):.1f}",
-        f"{changed} of {len(run)}",
-        f"{100 * moved:.1f}",
+        f"{changed_answers} of {len(run)}",
+        f"{100 * confidence_change:.1f}",
     ]
 
 
@@ -82,14 +82,14 @@ def format_ablation(run: CellAnswers, dpo: CellAnswers) -> list[str]:
 
 
 def tabulate_costs(summary: StudySummary) -> list[str]:
-    """Return steps, tokens, minutes and reward accuracy of every trained method, as means over tasks and seeds."""
-    trained: dict[str, list[Training]] = {}
+    """Return a table with the steps, tokens, minutes and reward accuracy of each method: means over tasks and seeds."""
+    models_by_method: dict[str, list[Training]] = {}
     for cell in summary.cells:
         if cell.training is not None and cell.setting == "in":
-            trained.setdefault(cell.method, []).append(cell.training)
+            models_by_method.setdefault(cell.method, []).append(cell.training)
     rows = []
-    for method in sorted(trained, key=method_sort_key):
-        rows.append([variant_title(method), *format_costs(trained[method])])
+    for method in sorted(models_by_method, key=method_sort_key):
+        rows.append([variant_title(method), *format_costs(models_by_method[method])])
     heads = ["method", "models", "steps", "tokens", "minutes", "pairs ordered as preferred, %"]
     return make_table(heads, rows)
 
@@ -99,19 +99,21 @@ def format_costs(models: Sequence[Training]) -> list[str]:
     steps = fmean(model.steps or 0 for model in models)
     tokens = fmean(model.tokens or 0 for model in models)
     seconds = fmean(model.seconds or 0 for model in models)
-    minutes = f"{seconds / 60:.0f}" if seconds > LONG_TRAINING else f"{seconds / 60:.1f}"
-    ordered = [model.reward_accuracy for model in models if model.reward_accuracy is not None]
-    ordered_text = f"{100 * fmean(ordered):.0f}" if ordered else "-"
-    return [f"{len(models)}", f"{steps:.0f}", f"{tokens:,.0f}", minutes, ordered_text]
+    decimals = 0 if seconds > LONG_TRAINING_SECONDS else 1
+    minutes_text = f"{seconds / 60:.{decimals}f}"
+    reward_accuracies = [model.reward_accuracy for model in models if model.reward_accuracy is not None]
+    accuracy_text = f"{100 * fmean(reward_accuracies):.0f}" if reward_accuracies else "-"
+    return [f"{len(models)}", f"{steps:.0f}", f"{tokens:,.0f}", minutes_text, accuracy_text]
 
 
 def tabulate_margins(summary: StudySummary) -> list[str]:
-    """Return the validation scores at every checkpoint of a training, next to the reward margin."""
+    """Return a table with the reward margin and the validation scores at every checkpoint of each training run."""
     rows = []
     for cell in sorted(summary.cells, key=lambda cell: variant_sort_key(cell.method)):
         points = find_margin_points(cell)
         if len(points) < 2:
             continue
+        # Only the first row of a training run names its method.
         title = variant_title(cell.method)
         for point in points:
             rows.append([title, *format_point(point)])
@@ -121,7 +123,7 @@ def tabulate_margins(summary: StudySummary) -> list[str]:
 
 
 def find_margin_points(cell: StoredCell) -> list[dict[str, float]]:
-    """Return the checkpoints at which the reward margin of a training was measured."""
+    """Return the checkpoints of a training run at which its reward margin was measured."""
     if cell.training is None or cell.setting != "in":
         return []
     return [point for point in cell.training.history if "reward_margin" in point]

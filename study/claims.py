@@ -1,7 +1,7 @@
-"""Tests of what the pages claim: `outcome` against DPO (goals), and against its controls.
+"""Tests of what the pages claim: comparisons of `outcome` with DPO (goals) and with its controls.
 
-All p-values of one list are corrected together. ‡ marks a comparison in which more than a fifth of a method's answers
-were forced, so that its numbers describe the fallback too.
+All p-values of one list are corrected together. ‡ marks a comparison in which more than a fifth of the answers of a
+method were forced, so its numbers also describe the fallback.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ from .tables import SCALINGS, Place, list_places, make_table
 SCALED_OVER = {"+ts": "whole vocabulary", AMONG_LABELS: "labels"}
 GOAL_METRICS = ("brier", "auroc", "accuracy", "ece")
 CONTROL_METRICS = ("ece", "brier", "auroc", "accuracy")
-# Swaps of a test for each bootstrap resample.
+# Number of swaps in a test per bootstrap resample.
 SWAPS_PER_RESAMPLE = 5
 
 
 class Verdict(NamedTuple):
-    """The outcome of one comparison as texts: both values, the interval of their difference, and whether it holds."""
+    """The outcome of one comparison, formatted.
+
+    Attributes:
+        values: The values of both methods.
+        difference: The interval of their difference, and the corrected p-value.
+        reached: Whether the first method is better.
+    """
 
     values: str
     difference: str
@@ -36,19 +42,27 @@ class Verdict(NamedTuple):
 
 
 def compare_groups(first: GroupNumbers, second: GroupNumbers, metric: str, study: MeasuredStudy) -> Versus:
-    """Compare two methods over the seeds that both have."""
+    """Compare two methods by one metric over the seeds that both have.
+
+    Args:
+        first: One method.
+        second: The other method.
+        metric: A name in `catto.metrics.catalogue.METRICS`.
+        study: The study that both methods belong to.
+    """
     seeds = find_common_seeds(first, second)
-    runs = []
+    group_runs = []
     for group in (first, second):
-        of_group = []
+        runs = []
         for run in study.answers:
             if group.holds(run.cell) and run.cell.seed in seeds:
-                of_group.append(run.by_question)
-        runs.append(of_group)
+                runs.append(run.by_question)
+        group_runs.append(runs)
+    first_runs, second_runs = group_runs
     numbers = study.numbers
     settings = MeasureSettings((metric,), numbers.bins, numbers.resamples)
-    compared = compare_runs(runs[0], runs[1], settings, swaps=SWAPS_PER_RESAMPLE * numbers.resamples)
-    return Versus(**vars(compared[metric]))
+    comparisons = compare_runs(first_runs, second_runs, settings, swaps=SWAPS_PER_RESAMPLE * numbers.resamples)
+    return Versus(**vars(comparisons[metric]))
 
 
 def find_common_seeds(first: GroupNumbers, second: GroupNumbers) -> list[int]:
@@ -57,12 +71,17 @@ def find_common_seeds(first: GroupNumbers, second: GroupNumbers) -> list[int]:
 
 
 def forced_mark(first: GroupNumbers, second: GroupNumbers) -> str:
-    """Return ‡ if so many answers of one method were forced that its numbers describe the fallback too."""
+    """Return ‡ if so many answers of either method were forced that its numbers also describe the fallback."""
     return " ‡" if first.sources.forced or second.sources.forced else ""
 
 
 def judge_comparisons(metrics: Sequence[str], comparisons: Sequence[Versus]) -> list[Verdict]:
-    """Judge N comparisons, one of each metric in `metrics`, with p-values corrected for all of them."""
+    """Judge N comparisons, with their p-values corrected together.
+
+    Args:
+        metrics: The metric of each comparison, N.
+        comparisons: The comparisons, N.
+    """
     corrected = holm([comparison.p_value for comparison in comparisons])
     verdicts = []
     for metric, comparison, p_value in zip(metrics, comparisons, corrected, strict=True):
@@ -72,7 +91,7 @@ def judge_comparisons(metrics: Sequence[str], comparisons: Sequence[Versus]) -> 
 
 
 def describe_comparison(metric: str, judged: Versus) -> Verdict:
-    """Put a comparison into words."""
+    """Format a comparison and state whether the first method is better."""
     scale = 1
     decimals = 3
     if METRICS[metric].percent:
@@ -90,10 +109,10 @@ def describe_comparison(metric: str, judged: Versus) -> Verdict:
         reached = "better, within noise"
     else:
         reached = "no"
+    interval = f"{scale * judged.low:+.{decimals}f} to {scale * judged.high:+.{decimals}f}"
     return Verdict(
         values=f"{scale * judged.a:.{decimals}f}, {scale * judged.b:.{decimals}f}",
-        difference=f"{scale * judged.low:+.{decimals}f} to {scale * judged.high:+.{decimals}f}"
-        f", p = {judged.p_corrected:.3f}",
+        difference=f"{interval}, p = {judged.p_corrected:.3f}",
         reached=reached,
     )
 
@@ -102,7 +121,17 @@ def describe_comparison(metric: str, judged: Versus) -> Verdict:
 
 
 class Goal(NamedTuple):
-    """One comparison of a variant of `outcome` with DPO, both unscaled ("") or scaled in the same way."""
+    """One comparison of a variant of `outcome` with DPO.
+
+    Attributes:
+        task: Title of the task.
+        method: Title of the variant.
+        scaling: Suffix of the scaling that both confidences have; empty if they are unscaled.
+        metric: The metric that is compared.
+        values: As in `Verdict`.
+        difference: As in `Verdict`.
+        reached: Whether the goal is reached, and ‡ if many answers were forced.
+    """
 
     task: str
     method: str
@@ -113,31 +142,67 @@ class Goal(NamedTuple):
     reached: str
 
 
+class GoalTest(NamedTuple):
+    """A comparison behind a goal, before its p-value is corrected; `mark` is ‡ or empty. Other fields as in `Goal`."""
+
+    task: str
+    method: str
+    scaling: str
+    metric: str
+    mark: str
+    comparison: Versus
+
+
 def check_goals(study: MeasuredStudy, variants: Sequence[str]) -> list[Goal]:
-    """Check what `outcome` was meant to reach, for each task and variant."""
+    """Check the goals of `outcome` on every task.
+
+    Args:
+        study: The measured study.
+        variants: Variants of `outcome`. A place that lacks the variant or DPO has no goals.
+    """
     goals = []
-    tested: list[Goal] = []
-    comparisons: list[Versus] = []
+    tests: list[GoalTest] = []
     for place in list_places(study.numbers):
         known = place.by_method
         for variant in variants:
             if variant not in known or "dpo" not in known:
                 continue
             goals.append(check_quarter(study, place, variant))
-            mark = forced_mark(known[variant], known["dpo"])
-            for suffix in SCALINGS:
-                ours = known[scale_variant(variant, suffix)]
-                dpo = known[scale_variant("dpo", suffix)]
-                for metric in GOAL_METRICS:
-                    tested.append(Goal(place.title, variant_title(variant), suffix, metric, "", "", mark))
-                    comparisons.append(compare_groups(ours, dpo, metric, study))
-    verdicts = judge_comparisons([goal.metric for goal in tested], comparisons)
-    for goal, verdict in zip(tested, verdicts, strict=True):
-        reached = verdict.reached
-        if goal.metric == "accuracy":
-            reached = "no, lower" if reached == "no, worse" else "yes"
-        goals.append(goal._replace(**verdict._replace(reached=reached + goal.reached)._asdict()))
+            tests += compare_scaled(study, place, variant)
+    verdicts = judge_comparisons([test.metric for test in tests], [test.comparison for test in tests])
+    for test, verdict in zip(tests, verdicts, strict=True):
+        goals.append(make_goal(test, verdict))
     return sorted(goals, key=lambda goal: (goal.task, goal.method))
+
+
+def compare_scaled(study: MeasuredStudy, place: Place, variant: str) -> list[GoalTest]:
+    """Compare a variant with DPO by every metric of the goals, both scaled in the same way."""
+    known = place.by_method
+    mark = forced_mark(known[variant], known["dpo"])
+    tests = []
+    for suffix in SCALINGS:
+        ours = known[scale_variant(variant, suffix)]
+        dpo = known[scale_variant("dpo", suffix)]
+        for metric in GOAL_METRICS:
+            comparison = compare_groups(ours, dpo, metric, study)
+            tests.append(GoalTest(place.title, variant_title(variant), suffix, metric, mark, comparison))
+    return tests
+
+
+def make_goal(test: GoalTest, verdict: Verdict) -> Goal:
+    """Return a goal with its verdict. Accuracy only has to be not measurably lower than DPO's."""
+    reached = verdict.reached
+    if test.metric == "accuracy":
+        reached = "no, lower" if reached == "no, worse" else "yes"
+    return Goal(
+        task=test.task,
+        method=test.method,
+        scaling=test.scaling,
+        metric=test.metric,
+        values=verdict.values,
+        difference=verdict.difference,
+        reached=reached + test.mark,
+    )
 
 
 def check_quarter(study: MeasuredStudy, place: Place, variant: str) -> Goal:
@@ -147,25 +212,26 @@ def check_quarter(study: MeasuredStudy, place: Place, variant: str) -> Goal:
     seeds = find_common_seeds(ours, dpo)
     means = []
     for group in (ours, dpo):
-        errors = []
+        eces = []
         for cell in study.numbers.cells:
             if group.holds(cell) and cell.seed in seeds:
-                errors.append(cell.metrics["debiased_ece"].value)
-        means.append(100 * fmean(errors))
-    reached = "yes" if means[0] <= means[1] / 4 else "no"
+                eces.append(cell.metrics["debiased_ece"].value)
+        means.append(100 * fmean(eces))
+    our_mean, dpo_mean = means
+    reached = "yes" if our_mean <= dpo_mean / 4 else "no"
     return Goal(
         task=place.title,
         method=variant_title(variant),
         scaling="",
         metric="debiased_ece",
-        values=f"{means[0]:.1f}, {means[1]:.1f}",
+        values=f"{our_mean:.1f}, {dpo_mean:.1f}",
         difference="",
         reached=reached + forced_mark(ours, dpo),
     )
 
 
 def tabulate_goals(goals: Sequence[Goal]) -> list[str]:
-    """Return a table with a line for each goal."""
+    """Return a table with one row per goal."""
     rows = []
     for goal in goals:
         rows.append([goal.task, goal.method, describe_goal(goal), goal.values, goal.difference, goal.reached])
@@ -173,7 +239,7 @@ def tabulate_goals(goals: Sequence[Goal]) -> list[str]:
 
 
 def describe_goal(goal: Goal) -> str:
-    """Put a goal into words."""
+    """Describe a goal in words."""
     if not goal.scaling:
         return "debiased ECE at most a quarter of DPO's"
     scaled = "scaled among labels" if goal.scaling == AMONG_LABELS else "scaled"
@@ -182,32 +248,45 @@ def describe_goal(goal: Goal) -> str:
 
 
 def tabulate_reached(goal_lists: Sequence[tuple[str, Sequence[Goal]]]) -> list[str]:
-    """Return a table with two lines for each task and variant, one per scaling.
+    """Return a table with two rows for each task and variant, one per scaling.
 
     Args:
-        goal_lists: How to title the tasks of a list, such as `{} with reasoning`, and the list.
+        goal_lists: Pairs of a title and goals. `{}` in the title is the task, as in `{} with reasoning`.
     """
     rows = []
     for title, goals in goal_lists:
-        by_variant: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+        # (task, variant) -> (scaling, metric) -> text.
+        texts_by_variant: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
         for goal in goals:
             text = f"{goal.reached.replace('better, ', '')}: {goal.values}"
-            by_variant.setdefault((goal.task, goal.method), {})[goal.scaling, goal.metric] = text
-        for (task, method), texts in by_variant.items():
-            row = [title.format(task), method, texts["", "debiased_ece"]]
+            texts_by_variant.setdefault((goal.task, goal.method), {})[goal.scaling, goal.metric] = text
+        for (task, method), texts in texts_by_variant.items():
+            # Only the first of the two rows names the task and the variant.
+            row_start = [title.format(task), method, texts["", "debiased_ece"]]
             for scaling in SCALINGS:
                 scaled_texts = [texts[scaling, metric] for metric in ("brier", "auroc", "ece", "accuracy")]
-                rows.append([*row, SCALED_OVER[scaling], *scaled_texts])
-                row = ["", "", ""]
+                rows.append([*row_start, SCALED_OVER[scaling], *scaled_texts])
+                row_start = ["", "", ""]
     heads = ["task", "method", "debiased ECE at most a quarter", "both scaled over", "lower Brier score"]
     return make_table([*heads, "higher AUROC", "lower ECE", "accuracy not lower"], rows)
 
 
-# ---- controls: `outcome` against more supervision, or a part of itself
+# ---- controls: `outcome` against more supervision, or against a part of itself
 
 
 class Control(NamedTuple):
-    """One comparison of two methods, both unscaled ("") or scaled in the same way. about: the seeds, and ‡."""
+    """One comparison of two methods.
+
+    Attributes:
+        first: Name of one variant, unscaled.
+        second: Name of the other variant, unscaled.
+        scaling: Suffix of the scaling that both confidences have; empty if they are unscaled.
+        about: The seeds that both have, and ‡ if many answers were forced.
+        metric: The metric that is compared.
+        values: As in `Verdict`.
+        difference: As in `Verdict`.
+        reached: As in `Verdict`.
+    """
 
     first: str
     second: str
@@ -222,10 +301,17 @@ class Control(NamedTuple):
 def compare_controls(
     study: MeasuredStudy, pairs: Sequence[tuple[str, str]], scalings: Sequence[str] = ("", AMONG_LABELS)
 ) -> list[Control]:
-    """Compare the first method of each pair with the second one, with every metric."""
+    """Compare the first method of each pair with the second one, by every metric of the controls.
+
+    Args:
+        study: The measured study.
+        pairs: Pairs of unscaled variants.
+        scalings: Suffixes of the scalings to compare them with; empty for the unscaled confidence.
+    """
     known = {group.method: group for group in study.numbers.groups}
-    tested = []
+    metrics = []
     comparisons = []
+    unjudged = []
     for first, second in pairs:
         for scaling in scalings:
             first_group = known[scale_variant(first, scaling)]
@@ -233,14 +319,17 @@ def compare_controls(
             seeds = list_seeds(find_common_seeds(first_group, second_group))
             about = f"({seeds}){forced_mark(first_group, second_group)}"
             for metric in CONTROL_METRICS:
-                tested.append(Control(first, second, scaling, about, metric, "", "", ""))
+                metrics.append(metric)
                 comparisons.append(compare_groups(first_group, second_group, metric, study))
-    verdicts = judge_comparisons([control.metric for control in tested], comparisons)
-    return [control._replace(**verdict._asdict()) for control, verdict in zip(tested, verdicts, strict=True)]
+                unjudged.append(Control(first, second, scaling, about, metric, values="", difference="", reached=""))
+    controls = []
+    for control, verdict in zip(unjudged, judge_comparisons(metrics, comparisons), strict=True):
+        controls.append(control._replace(**verdict._asdict()))
+    return controls
 
 
 def tabulate_controls(controls: Sequence[Control]) -> list[str]:
-    """Return a table with a line for each comparison."""
+    """Return a table with one row per comparison."""
     rows = []
     for control in controls:
         first = variant_title(scale_variant(control.first, control.scaling))
@@ -252,14 +341,15 @@ def tabulate_controls(controls: Sequence[Control]) -> list[str]:
 
 
 def tabulate_controls_briefly(controls: Sequence[Control]) -> list[str]:
-    """Return a table with a line for each pair and scaling."""
-    lines: dict[tuple[str, str, str], list[str]] = {}
+    """Return a table with one row for each pair and scaling; only the unscaled row names the methods."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
     for control in controls:
-        line = lines.setdefault((control.first, control.second, control.scaling), [])
-        if not line and control.scaling:
-            line += ["", "", "labels"]
-        elif not line:
-            line += [f"{short_title(control.first)} {control.about}", short_title(control.second), "-"]
-        line.append(f"{control.reached.replace('better, ', '')}: {control.values}")
+        row = rows.setdefault((control.first, control.second, control.scaling), [])
+        is_new = not row
+        if is_new and control.scaling:
+            row += ["", "", "labels"]
+        elif is_new:
+            row += [f"{short_title(control.first)} {control.about}", short_title(control.second), "-"]
+        row.append(f"{control.reached.replace('better, ', '')}: {control.values}")
     heads = ["method", "compared with", "scaled over", "lower ECE", "lower Brier score", "higher AUROC"]
-    return make_table([*heads, "higher accuracy"], list(lines.values()))
+    return make_table([*heads, "higher accuracy"], list(rows.values()))

@@ -2,8 +2,8 @@
 
     python -m study.collect RUN_FOLDER [--name NAME] [--command COMMAND]
 
-The study is called like the recipe unless `--name` says otherwise. A method that the study already has on the same
-task and seed is replaced, and everything else stays. Runs of earlier versions of the package can be collected too.
+The study gets the name of the recipe unless `--name` is given. Methods that the study already has for the same task
+and seed are replaced; everything else is kept. Runs of earlier versions of the package can be collected too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .store import (
     write_study,
 )
 
-# Decimals of a stored confidence: after DPO, many differ from 1 by less than 1e-6.
+# Decimals of a stored confidence. After DPO, many confidences differ from 1 by less than 1e-6.
 CONFIDENCE_DECIMALS = 12
-# Fields of a prediction that are not stored. Samples keep their mean log-probability, by which some rules choose.
+# Fields of a prediction that are not stored. Only samples keep `mean_logprob`, because some selection rules use it.
 UNSTORED_FIELDS = ("confidence_raw", "label_logprobs", "logsumexp", "mean_logprob", "self_certainty", "lowest_group")
 
 
@@ -44,12 +44,12 @@ def collect_run(run: Path, name: str | None = None, *, command: str | None = Non
 
     Args:
         run: Folder of a finished run. Nothing is written there.
-        name: Name of the study; by default that of the run's recipe.
-        command: The command that started the run, to be stored.
+        name: Name of the study; by default the name of the recipe.
+        command: The command that started the run, to be stored with it.
         folder: Folder of the stored studies.
 
     Returns:
-        The summary of the study with the run in it.
+        The summary of the study including the run.
     """
     reports = find_reports(run)
     for report in reports:
@@ -73,7 +73,7 @@ def find_reports(run: Path) -> list[Results]:
 
 
 def start_summary(name: str, report: Results) -> StudySummary:
-    """Return the summary of a study without runs."""
+    """Return the summary of a new study that has no runs yet."""
     return StudySummary(name=name, evaluation=report.recipe["evaluation"], baseline=report.baseline, runs=(), cells=())
 
 
@@ -84,33 +84,34 @@ def add_report(
 
     Args:
         summary: The study so far.
-        study_rows: Its rows, to which those of the report are added.
+        study_rows: The rows of the study. The rows of the report are added to it in place.
         report: The report.
-        run: Folder of its run.
+        run: Folder of the run that the report belongs to.
         command: The command that started the run.
 
     Returns:
-        The summary with the report in it.
+        The summary including the report.
     """
     posteriors = read_posteriors(report, run)
     cells = {cell.key: cell for cell in summary.cells}
     for cell in (*report.cells, *find_probes(report, run)):
-        stored = store_cell(cell, report)
+        stored = make_stored_cell(cell, report)
+        rows = read_cell_rows(cell, run, method=stored.method)
+        rows.posteriors = posteriors.get(cell.task, {})
         cells[stored.key] = stored
-        study_rows[stored.key] = read_cell_rows(cell, run, method=stored.method)
-        study_rows[stored.key].posteriors = posteriors.get(cell.task, {})
+        study_rows[stored.key] = rows
     collected = describe_run(report, command)
-    others = [other for other in summary.runs if other.recipe_hash != collected.recipe_hash]
+    other_runs = [other for other in summary.runs if other.recipe_hash != collected.recipe_hash]
     update = {
         "evaluation": report.recipe["evaluation"],
-        "runs": (*others, collected),
+        "runs": (*other_runs, collected),
         "cells": tuple(sorted(cells.values(), key=cell_sort_key)),
     }
     return summary.model_copy(update=update)
 
 
 def describe_run(report: Results, command: str | None) -> CollectedRun:
-    """Return what is stored of a run as a whole."""
+    """Return what is stored about the run as a whole."""
     seconds = 0.0
     for cell in report.cells:
         if cell.training is not None:
@@ -128,7 +129,7 @@ def describe_run(report: Results, command: str | None) -> CollectedRun:
 
 
 def find_probes(report: Results, run: Path) -> Iterator[Cell]:
-    """Yield a cell for each DPO model with a linear probe, as `study.probe` writes them."""
+    """Yield a cell for each DPO model that `study.probe` has fitted a linear probe on."""
     for cell in report.cells:
         if cell.method != "dpo":
             continue
@@ -143,13 +144,13 @@ def find_probes(report: Results, run: Path) -> Iterator[Cell]:
             yield cell.model_copy(update=update)
 
 
-def store_cell(cell: Cell, report: Results) -> StoredCell:
-    """Return what is stored of a cell besides its rows, under the name of its variant."""
+def make_stored_cell(cell: Cell, report: Results) -> StoredCell:
+    """Return what is stored about a cell besides its rows; its method becomes the name of the variant."""
     method = cell.method
     if method != "dpo-probe":
         method = variant_name(method, report.recipe, cell.budget)
     values = cell.model_dump(include=set(StoredCell.model_fields))
-    # The paper's budget is an option in the name, so that both budgets are rows of one table.
+    # The name of the variant already has the paper's budget, so one table can show both budgets.
     budget = None if cell.budget is None else "matched"
     return StoredCell.model_validate(values | {"method": method, "budget": budget})
 
@@ -158,7 +159,7 @@ def read_cell_rows(cell: Cell, run: Path, *, method: str) -> CellRows:
     """Read the predictions, samples and margins of a cell, and shorten them for storage.
 
     Args:
-        cell: The cell. Its samples are stored with the confidence at its temperature, by which they are ranked.
+        cell: The cell. Selection ranks samples by their confidence at the temperature `tau`, so that one is stored.
         run: Folder of the run.
         method: Name of the variant.
     """
@@ -168,8 +169,8 @@ def read_cell_rows(cell: Cell, run: Path, *, method: str) -> CellRows:
     if cell.candidates is not None and cell.tau is not None:
         samples = list(read_records(run / cell.candidates, Prediction))
         logprobs = [sample.mean_logprob for sample in samples]
-        ranked = rescale_predictions(samples, cell.tau)
-        rows.samples = shorten_predictions(ranked, method, logprobs)
+        rescaled = rescale_predictions(samples, cell.tau)
+        rows.samples = shorten_predictions(rescaled, method, logprobs)
     if cell.preference is not None:
         for pair in read_records(run / cell.preference, PairMargin):
             rows.pairs.append(shorten_margin(pair))
@@ -179,7 +180,7 @@ def read_cell_rows(cell: Cell, run: Path, *, method: str) -> CellRows:
 def shorten_predictions(
     predictions: Sequence[Prediction], method: str, logprobs: Sequence[float | None] | None = None
 ) -> list[Prediction]:
-    """Drop the text and the fields that are not stored, and round the confidence.
+    """Drop the text and the other fields that are not stored, and round the confidence.
 
     Args:
         predictions: N predictions.
@@ -199,7 +200,7 @@ def shorten_predictions(
 
 
 def shorten_margin(pair: PairMargin) -> PairMargin:
-    """Round a margin to six significant digits: with fixed decimals, a small one would become a tie."""
+    """Round a margin to six significant digits. With a fixed number of decimals, a small margin would become a tie."""
     whole = float(f"{pair.whole:.6g}")
     reasoning = pair.reasoning
     if reasoning is not None:
@@ -208,7 +209,7 @@ def shorten_margin(pair: PairMargin) -> PairMargin:
 
 
 def read_posteriors(report: Results, run: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Read task -> question -> exact probability of each label, for tasks where it is known."""
+    """Return task -> question -> exact probability of each label, for the tasks where it is known."""
     by_task: dict[str, dict[str, dict[str, float]]] = {}
     for task, paths in report.questions.items():
         for path in paths:
@@ -222,14 +223,15 @@ def main() -> None:
     """Read the command line and collect one run."""
     parser = argparse.ArgumentParser(prog="python -m study.collect", description="Add a finished run to a study.")
     parser.add_argument("run", type=Path, help="folder of a finished run")
-    parser.add_argument("--name", help="name of the study; by default that of the recipe")
-    parser.add_argument("--command", help="the command that started the run, to be stored with it")
+    parser.add_argument("--name", help="name of the study (default: the name of the recipe)")
+    parser.add_argument("--command", help="command that started the run, stored with it")
     arguments = parser.parse_args()
     try:
         summary = collect_run(arguments.run, arguments.name, command=arguments.command)
     except DataError as error:
         raise SystemExit(str(error)) from None
-    print(f"{DATA / summary.name}.parquet: {len(summary.cells)} methods, tasks and seeds of {len(summary.runs)} runs")
+    cells = f"{len(summary.cells)} combinations of method, task and seed"
+    print(f"{DATA / summary.name}.parquet: {cells} from {len(summary.runs)} runs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure a stored study with the package's own report."""
+"""Measure a stored study with the code that measures a run for its report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_TERMS = tuple(WEIGHTS)
 
 
 class MeasuredStudy(NamedTuple):
-    """The numbers of a study or a part of it, and the answers that they were measured from."""
+    """The numbers of a study or of a part of it, and the answers from which they were measured."""
 
     numbers: Numbers
     answers: list[CellAnswers]
@@ -32,12 +32,12 @@ class MeasuredStudy(NamedTuple):
 def measure_study(
     name: str, seeds: Collection[int] | None = None, terms: Collection[str] = ALL_TERMS, folder: Path = DATA
 ) -> MeasuredStudy:
-    """Measure the cells of a study that have one of these seeds and one of these calibration terms.
+    """Measure the cells of a study with the given seeds and calibration terms.
 
     Args:
         name: Name of the study.
         seeds: The seeds; None means all of them.
-        terms: Calibration terms as in `catto.methods.WEIGHTS`; `none` is a method without one.
+        terms: Calibration terms as in `catto.methods.WEIGHTS`; `none` stands for methods without one.
         folder: Folder of the stored studies.
     """
     summary = read_summary(name, folder)
@@ -46,20 +46,21 @@ def measure_study(
         has_seed = seeds is None or cell.seed in seeds
         if has_seed and calibration_of(cell.method) in terms:
             cells.append(cell)
-    # The report reads a folder of files, so the rows are unpacked into one.
-    with TemporaryDirectory() as unpacked:
-        unpacked_cells, questions = unpack_cells(cells, _read_rows_once(name, folder), Path(unpacked))
+    # `measure_results` reads the files of a run, so the rows are written to a temporary folder.
+    with TemporaryDirectory() as temporary:
+        run = Path(temporary)
+        unpacked = unpack_cells(cells, _read_rows_once(name, folder), run)
         results = Results(
             name=name,
             recipe={"evaluation": summary.evaluation},
             recipe_hash="",
             versions={},
-            cells=tuple(unpacked_cells),
-            questions=questions,
+            cells=tuple(unpacked.cells),
+            questions=unpacked.questions,
             baseline=summary.baseline,
         )
-        answers = read_experiment(results, Path(unpacked)).answers
-        return MeasuredStudy(measure_results(results, Path(unpacked), answers), answers)
+        answers = read_experiment(results, run).answers
+        return MeasuredStudy(measure_results(results, run, answers), answers)
 
 
 def calibration_of(name: str) -> str:
@@ -74,33 +75,38 @@ def _read_rows_once(name: str, folder: Path) -> StudyRows:
 
 
 class UnpackedCells(NamedTuple):
-    """Cells with the paths of their files, and task -> files of questions."""
+    """Cells that refer to written files.
+
+    Attributes:
+        cells: The cells with the paths of their files.
+        questions: Task -> paths of the files with its questions.
+    """
 
     cells: list[Cell]
     questions: dict[str, tuple[str, ...]]
 
 
 def unpack_cells(cells: Collection[StoredCell], study_rows: StudyRows, folder: Path) -> UnpackedCells:
-    """Write the rows of cells as JSON lines.
+    """Write the rows and questions of cells as JSON lines files.
 
     Args:
         cells: The cells.
-        study_rows: The rows of the study.
-        folder: An empty folder.
+        study_rows: The rows of all cells of the study.
+        folder: The folder to write to, which must be empty.
     """
     unpacked = []
-    questions: dict[str, dict[str, Question]] = {}
+    questions_by_task: dict[str, dict[str, Question]] = {}
     for index, cell in enumerate(cells):
         rows = study_rows[cell.key]
         unpacked.append(_unpack_cell(cell, rows, folder, stem=str(index)))
         for question in rows.make_questions():
-            questions.setdefault(cell.task, {})[question.id] = question
-    paths: dict[str, tuple[str, ...]] = {}
-    for task, by_id in questions.items():
+            questions_by_task.setdefault(cell.task, {})[question.id] = question
+    question_paths: dict[str, tuple[str, ...]] = {}
+    for task, questions in questions_by_task.items():
         path = f"{task}-questions.jsonl"
-        write_records(folder / path, by_id.values())
-        paths[task] = (path,)
-    return UnpackedCells(unpacked, paths)
+        write_records(folder / path, questions.values())
+        question_paths[task] = (path,)
+    return UnpackedCells(unpacked, question_paths)
 
 
 def _unpack_cell(cell: StoredCell, rows: CellRows, folder: Path, stem: str) -> Cell:

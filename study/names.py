@@ -1,8 +1,8 @@
-"""Names of methods with options, such as `dpo+catto-weight-10`, and their titles.
+"""Names of variants, such as `dpo+catto-weight-10`, and their titles.
 
-A variant is a method of `catto.methods.METHODS` that was trained with other options than usual. Its name is the method,
-followed by the options in alphabetical order. The name of a scaled confidence has the scaling before the options:
-`dpo+catto+ts-weight-10`.
+A variant is a method of `catto.methods.METHODS` trained with options that differ from the usual ones. Its name is the
+method followed by the options in alphabetical order. If the confidence was rescaled, the name has the scaling before
+the options: `dpo+catto+ts-weight-10`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from catto.methods import METHODS, TERM_OPTIONS, Budget, method_sort_key, strip_scaling
 from catto.report.tables import method_title
 
-# Option in a name -> its title.
+# Option in a name -> its title; `{}` is replaced by the option's value.
 OPTION_TITLES = {
     "weight": "weight {}",
     "score": "{} score",
@@ -28,7 +28,7 @@ OPTION_TITLES = {
     "target": "target {}",
     "probe": "linear probe",
 }
-# Setting of a calibration term -> the option in a name.
+# Setting of a calibration term -> its option in a name.
 SETTING_OPTIONS = {
     "calibration_weight": "weight",
     "outcome_score": "score",
@@ -37,36 +37,37 @@ SETTING_OPTIONS = {
     "detach_surrogate": "detached",
     "outcome_target": "target",
 }
-# The variant of `outcome` whose settings were chosen on seed 0, and the two options that pages state once.
+# Options of the variant of `outcome` whose settings were chosen on seed 0.
 TUNED = "-held_out-score-log-weight-5"
+# Options that a page mentions once in its text, so that titles can leave them out.
 STATED_OPTIONS = ("score-log", "weight-1")
 
 
 def variant_name(method: str, recipe: Mapping[str, Any], budget: Budget | None = None) -> str:
-    """Name a method with the options that the recipe of its run sets.
+    """Name a method together with the options that the recipe of its run sets.
 
     Args:
-        method: Name of the method, with its scaling.
-        recipe: The recipe. Settings that an older recipe lacks have their default.
-        budget: Budget of the model.
+        method: Name of the method, including its scaling.
+        recipe: The recipe. Settings that recipes of earlier versions lack have their default value.
+        budget: Training budget of the model.
 
     >>> recipe = {"tasks": {"snli": {}}, "outcome": {"score": "log"}, "preference": {"trl": {"calibration_weight": 10}}}
     >>> variant_name("dpo+outcome+ts", recipe)
     'dpo+outcome+ts-score-log-weight-10'
     """
-    trained = METHODS[strip_scaling(method)]
+    trained_method = METHODS[strip_scaling(method)]
     settings = _read_term_settings(recipe)
     options = []
     for setting, option in SETTING_OPTIONS.items():
-        value = settings.get(setting)
-        if trained.calibration in TERM_OPTIONS[setting]:
-            options += _name_option(option, value)
-    if trained.calibration in ("outcome", "replay"):
+        term_reads_setting = trained_method.calibration in TERM_OPTIONS[setting]
+        if term_reads_setting:
+            options += _name_option(option, settings.get(setting))
+    if trained_method.calibration in ("outcome", "replay"):
         options += _name_stream_options(recipe)
-    if trained.group == "DPO" and "sft" in settings.get("loss_type", ()):
+    if trained_method.group == "DPO" and "sft" in settings.get("loss_type", ()):
         options.append("sft_loss")
     if budget == "paper":
-        options.append(f"epochs-{trained.effort[budget].epochs}")
+        options.append(f"epochs-{trained_method.effort[budget].epochs}")
     return "-".join([method, *sorted(options)])
 
 
@@ -81,7 +82,7 @@ def _read_term_settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_option(option: str, value: object) -> list[str]:
-    """Return the option, or nothing for a value that has no name: unset, off, or the Brier score."""
+    """Return the option with its value, or an empty list for usual values: unset, off, or the Brier score."""
     if value in (None, False, "brier"):
         return []
     if value is True:
@@ -92,7 +93,7 @@ def _name_option(option: str, value: object) -> list[str]:
 
 
 def _name_stream_options(recipe: Mapping[str, Any]) -> list[str]:
-    """Name the options of the stream, where they differ from those of the shipped recipes."""
+    """Name the options of the outcome stream that differ from the shipped recipes."""
     usual_rows = 2 if "witnesses" in recipe["tasks"] else 1
     rows = recipe["outcome"].get("rows_per_pair", usual_rows)
     options = []
@@ -114,13 +115,13 @@ def split_variant(name: str) -> tuple[str, list[str]]:
 
 
 def is_scaled(name: str) -> bool:
-    """Return whether a variant is another model with a rescaled confidence."""
+    """Return whether a variant is the model of an unscaled variant with a rescaled confidence."""
     method, _ = split_variant(name)
     return strip_scaling(method) != method
 
 
 def scale_variant(name: str, suffix: str) -> str:
-    """Name the variant with a rescaled confidence.
+    """Name the variant that results from rescaling the confidence of a variant.
 
     >>> scale_variant("dpo+outcome-score-log", "+ts")
     'dpo+outcome+ts-score-log'
@@ -140,27 +141,27 @@ def unscale_variant(name: str) -> str:
 
 
 def variant_sort_key(name: str) -> tuple[list[str], tuple[int, int, str]]:
-    """Return the sort key of a table's rows: methods without options first."""
+    """Return the sort key for the rows of a table: methods without options come first."""
     method, options = split_variant(name)
     return options, method_sort_key(method)
 
 
 def variant_title(name: str) -> str:
-    """Return the title of a variant with all of its options.
+    """Return the title of a variant with all its options.
 
     >>> variant_title("dpo+catto-tokens-label-weight-10")
     'DPO + CATTO, on label tokens, weight 10'
     """
     method, options = split_variant(name)
-    words = [method_title(method)]
+    parts = [method_title(method)]
     for option in options:
-        kind, _, value = option.partition("-")
-        words.append(OPTION_TITLES[kind].format(value))
-    return ", ".join(words)
+        option_name, _, value = option.partition("-")
+        parts.append(OPTION_TITLES[option_name].format(value))
+    return ", ".join(parts)
 
 
 def short_title(name: str) -> str:
-    """Return the title of a variant without the options that pages state once.
+    """Return the title of a variant without the options that pages mention once.
 
     >>> short_title("dpo+outcome-score-log-weight-1")
     'DPO + outcome'

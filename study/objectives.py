@@ -1,4 +1,4 @@
-"""The comparison of objectives in the embedded world, where the true probability of every answer is known."""
+"""The tables that compare objectives in the embedded world, where the true probability of every answer is known."""
 
 from __future__ import annotations
 
@@ -58,21 +58,22 @@ FINDINGS = ("sft", "dpo", "dpo+catto", "dpo+tl", "dpo+outcome-score-log", "outco
 
 
 def tabulate_objectives(numbers: Numbers) -> Iterator[str]:
-    """Yield the scores of every objective, and how much of DPO's held-out preference accuracy it keeps."""
+    """Yield a table with the scores of every objective, and how much of DPO's preference accuracy it keeps."""
     heads = ["method", "accuracy", "ECE", "by chance", "Brier", "AUROC", "true error", "held-out pairs", "kept"]
     for place in list_places(numbers):
         dpo = place.by_method["dpo"]
         rows = []
         for group in place.groups:
-            name = short_title(group.method)
+            title = short_title(group.method)
             if group.seeds != dpo.seeds:
-                name += f" ({list_seeds(group.seeds)} alone)"
-            rows.append([name, *format_objective(group, mean_preference(numbers, dpo, group.seeds))])
+                title += f" ({list_seeds(group.seeds)} alone)"
+            dpo_preference = mean_preference(numbers, dpo, group.seeds)
+            rows.append([title, *format_objective(group, dpo_preference)])
         yield from make_table([*heads, "forced, %"], rows)
 
 
 def mean_preference(numbers: Numbers, group: GroupNumbers, seeds: tuple[int, ...]) -> float:
-    """Return the held-out preference accuracy of a method as a mean over some of its seeds."""
+    """Return the mean held-out preference accuracy of a method over the given seeds."""
     accuracies = []
     for cell in numbers.cells:
         if group.holds(cell) and cell.seed in seeds:
@@ -88,6 +89,7 @@ def format_objective(group: GroupNumbers, dpo_preference: float) -> list[str]:
         dpo_preference: Held-out preference accuracy of DPO with the same seeds.
     """
     preference = group.number("preference_accuracy")
+    # Share of DPO's preference accuracy above chance (0.5).
     kept = "-"
     if preference is not None and dpo_preference > 0.5:
         kept = f"{(preference.mean - 0.5) / (dpo_preference - 0.5):.2f}"
@@ -105,7 +107,7 @@ def format_objective(group: GroupNumbers, dpo_preference: float) -> list[str]:
 
 
 def tabulate_objective_seeds(numbers: Numbers) -> Iterator[str]:
-    """Yield the ECE, true error and held-out preference accuracy of every seed."""
+    """Yield a table with the ECE, true error and held-out preference accuracy of every seed."""
     for place in list_places(numbers):
         seeds = list_place_seeds(place)
         rows = []
@@ -120,7 +122,7 @@ def tabulate_objective_seeds(numbers: Numbers) -> Iterator[str]:
 
 
 def format_seed(cell: CellNumbers) -> str:
-    """Format the numbers of one seed; a model that starts from no other one has no preference accuracy."""
+    """Format the numbers of one seed. Models that were not trained from another model have no preference accuracy."""
     shares = [cell.metrics["ece"].value, cell.others["true_error"]]
     if "preference_accuracy" in cell.metrics:
         shares.append(cell.metrics["preference_accuracy"].value)
@@ -128,7 +130,7 @@ def format_seed(cell: CellNumbers) -> str:
 
 
 def tabulate_optima(numbers: Numbers) -> Iterator[str]:
-    """Yield what each objective optimises, where its optimum is, and what was measured."""
+    """Yield a table with what each objective optimises, where its optimum is, and what was measured."""
     heads = ["objective", "optimises", "best label probability", "true error"]
     heads += ["held-out pairs, %", "by their reasoning, %"]
     for place in list_places(numbers):
@@ -139,8 +141,8 @@ def tabulate_optima(numbers: Numbers) -> Iterator[str]:
                 continue
             group = known[method]
             row = [short_title(group.method), optimised, optimum, f"{100 * group.others['true_error'].mean:.1f}"]
-            for part in PREFERENCE:
-                preference = group.number(part)
+            for metric in PREFERENCE:
+                preference = group.number(metric)
                 row.append("-" if preference is None else f"{100 * preference.mean:.1f}")
             rows.append(row)
         yield from make_table(heads, rows)
@@ -152,7 +154,7 @@ def tabulate_findings(numbers: Numbers) -> Iterator[str]:
     rows = []
     for method in FINDINGS:
         group = known[method]
-        # Scaling does not change the model, so a scaled row has the preferences of its model.
+        # Scaling does not change the model, so scaled methods have the preference accuracy of their model.
         preference = known[unscale_variant(method)].number("preference_accuracy")
         row = [
             short_title(method),

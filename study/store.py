@@ -1,11 +1,12 @@
 """The files of a study in study/data.
 
 - `NAME.parquet` has one row per prediction, without texts: the test answers of every method, task and seed, and the
-  sampled answers where a run has them.
-- `NAME-pairs.parquet` has one row per held-out preference pair and model. Studies that scored none lack it.
-- `NAME.json` has the rest: the settings of the evaluation, the runs, and how each model was trained.
+  sampled answers of the runs that have them.
+- `NAME-pairs.parquet` has one row per held-out preference pair and model. It is missing if no pairs were scored.
+- `NAME.json` has the rest: the evaluation settings, the runs, and how each model was trained.
 
-`pandas.read_parquet` reads the tables as well. Numbers are stored as float64, so they are read as they were written.
+`pandas.read_parquet` can read the tables too. Numbers are stored as float64, so reading returns exactly what was
+written.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PREDICTION_COLUMNS = pa.schema(
         ("tokens", pa.int64()),
         ("temperature", pa.float64()),
         ("engine", pa.string()),
-        # The exact probability of each label, where the world is known.
+        # The exact probability of each label, for tasks where it is known.
         ("posterior", pa.map_(pa.string(), pa.float64())),
     ]
 )
@@ -64,7 +65,7 @@ PAIR_COLUMNS = pa.schema(
 
 
 class CellKey(NamedTuple):
-    """One method on one task at one seed. Its fields are the first columns of both tables."""
+    """Identifies one method on one task with one seed. Its fields are the first columns of both tables."""
 
     trained_on: str
     task: str
@@ -74,7 +75,7 @@ class CellKey(NamedTuple):
 
 
 class StoredCell(CellIdentity):
-    """What is known of one method on one task at one seed besides its predictions. Fields as in `catto`'s `Cell`."""
+    """What is stored about a method on a task with a seed besides its rows. Fields as in `catto`'s `Cell`."""
 
     seed: int
     tau: float | None = None
@@ -90,14 +91,14 @@ class StoredCell(CellIdentity):
 
 
 class CollectedRun(Record):
-    """One run that was collected.
+    """A run that was added to the study.
 
     Attributes:
         recipe_hash: Hash of its recipe.
         commit: Git commit of the package that ran it.
-        versions: Package -> version.
+        versions: Package name -> version.
         command: The command that started it.
-        hours: Hours of training.
+        hours: Training time of all its models, in hours.
     """
 
     recipe_hash: str
@@ -108,14 +109,14 @@ class CollectedRun(Record):
 
 
 class StudySummary(Record):
-    """What is stored of a study besides the rows of its tables.
+    """What is stored about a study besides the rows of its tables.
 
     Attributes:
         name: Name of the study and of its files.
         evaluation: Evaluation settings of the newest run.
         baseline: The method that the others are compared with.
         runs: The runs in the order in which they were collected.
-        cells: Every method on every task at every seed.
+        cells: Every method on every task with every seed.
     """
 
     name: str
@@ -133,7 +134,7 @@ class CellRows:
         answers: One prediction per test question.
         samples: Several predictions per test question; empty if none were sampled.
         pairs: Margins of held-out preference pairs; empty if none were scored.
-        posteriors: Question id -> exact probability of each label; empty if the world is not known.
+        posteriors: Question id -> exact probability of each label; empty if it is not known.
     """
 
     answers: list[Prediction] = field(default_factory=list)
@@ -142,7 +143,7 @@ class CellRows:
     posteriors: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def make_questions(self) -> list[Question]:
-        """Return the test questions without their text; empty if the world is not known."""
+        """Return the test questions without their text; empty if the exact probabilities are not known."""
         questions = []
         for answer in self.answers:
             posterior = self.posteriors.get(answer.question)
@@ -170,12 +171,12 @@ def list_studies(folder: Path = DATA) -> list[str]:
 
 
 def read_summary(name: str, folder: Path = DATA) -> StudySummary:
-    """Read what is stored of a study besides its tables."""
+    """Read what is stored about a study besides its tables."""
     return read_record(folder / f"{name}.json", StudySummary)
 
 
 def cell_sort_key(cell: StoredCell) -> tuple[object, ...]:
-    """Return the sort key of a study's cells."""
+    """Return the sort key for the cells of a study."""
     return cell.trained_on, cell.task, cell.seed, method_sort_key(cell.method), cell.method, cell.budget or ""
 
 
@@ -190,7 +191,7 @@ def read_rows(name: str, folder: Path = DATA) -> StudyRows:
         folder: Folder of the stored studies.
 
     Returns:
-        The rows of each cell, in the order of the file.
+        The rows of each cell, in file order.
     """
     study_rows: StudyRows = {}
     for row in _read_table(folder / f"{name}.parquet"):
@@ -218,19 +219,20 @@ def _read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def _take_key(row: dict[str, Any]) -> CellKey:
-    """Remove the columns of the cell from a row and return them."""
-    return CellKey(*(row.pop(column) for column in CellKey._fields))
+    """Remove the columns that identify the cell from a row and return them."""
+    values = [row.pop(column) for column in CellKey._fields]
+    return CellKey(*values)
 
 
 # ---- writing
 
 
 def write_study(summary: StudySummary, study_rows: StudyRows, folder: Path = DATA) -> None:
-    """Write the files of a study; each is replaced as a whole.
+    """Write the files of a study. Existing files are replaced.
 
     Args:
-        summary: What is not a row. Its cells give the order of the rows.
-        study_rows: The rows of each of its cells.
+        summary: Everything except the rows. The order of its cells is the order of the rows.
+        study_rows: The rows of each cell.
         folder: Folder of the stored studies.
     """
     predictions = []
@@ -259,13 +261,10 @@ def _make_row(key: CellKey, record: Prediction | PairMargin) -> dict[str, Any]:
 
 
 def _write_table(path: Path, rows: Sequence[dict[str, Any]], columns: pa.Schema) -> None:
-    # Fields that the table has no column for, such as the text, are left out.
+    # Fields without a column, such as the text, are dropped.
     table = pa.Table.from_pylist(rows, schema=columns)
-    # Measured numbers hardly repeat: without a dictionary the files are a sixth smaller.
-    repeating = []
-    for column in columns:
-        if column.type != pa.float64():
-            repeating.append(column.name)
-    repeating += ["posterior.key_value.key", "posterior.key_value.value"]
+    # Measured numbers rarely repeat: without a dictionary for them the files are a sixth smaller.
+    dictionary_columns = [column.name for column in columns if column.type != pa.float64()]
+    dictionary_columns += ["posterior.key_value.key", "posterior.key_value.value"]
     with replace_binary_file(path) as file:
-        pq.write_table(table, file, use_dictionary=repeating, compression="zstd", compression_level=19)
+        pq.write_table(table, file, use_dictionary=dictionary_columns, compression="zstd", compression_level=19)

@@ -1,4 +1,4 @@
-"""The Markdown tables of methods: scores with intervals, short tables, seeds, costs, the ablation."""
+"""The Markdown tables of methods: scores with intervals, short tables, scores per seed, selection among samples."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from .names import (
     variant_title,
 )
 
-# The scalings that tables show.
+# Suffixes of the scalings that tables show.
 SCALINGS = ("+ts", AMONG_LABELS)
+# Smaller numbers of samples are left out of the table of selection rules.
+MIN_SELECTION_SAMPLES = 3
 # The rows of the first table of docs/results.md.
 FIRST_TABLE = ("sft", "dpo", "dpo+catto", "dpo+tl", f"dpo+outcome{TUNED}", f"dpo+outcome+tl{TUNED}")
 
@@ -41,7 +43,7 @@ def make_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]
 
 
 class Place(NamedTuple):
-    """The methods on one task, trained on it or on another one."""
+    """The methods on one task, all trained on the same task, which may be a different one."""
 
     title: str
     groups: list[GroupNumbers]
@@ -53,27 +55,27 @@ class Place(NamedTuple):
 
 
 def is_ablation(group: GroupNumbers) -> bool:
-    """Return whether a method is shown in the ablation alone: a variant that was run with one seed."""
+    """Return whether a method is shown only in the ablation: a variant with options that has one seed."""
     method, options = split_variant(group.method)
-    if group.method.endswith(TUNED) or strip_scaling(method) == "dpo+outcome-pairs":
-        return False
-    return bool(options) and len(group.seeds) == 1
+    is_main_result = group.method.endswith(TUNED) or strip_scaling(method) == "dpo+outcome-pairs"
+    has_options = bool(options)
+    return has_options and len(group.seeds) == 1 and not is_main_result
 
 
 def list_places(numbers: Numbers) -> list[Place]:
-    """Group the methods by task and training set: first the tasks that models were trained on."""
-    places: dict[tuple[object, ...], list[GroupNumbers]] = {}
+    """Group the methods by task and training task; the tasks that models were trained on come first."""
+    groups_by_place: dict[tuple[object, ...], list[GroupNumbers]] = {}
     for group in sorted(numbers.groups, key=lambda group: variant_sort_key(group.method)):
-        order = (group.setting, task_order(group.task), group.trained_on)
-        places.setdefault(order, []).append(group)
-    listed = []
-    for _, groups in sorted(places.items(), key=lambda item: item[0]):
-        listed.append(Place(setting_title(groups[0]), groups))
-    return listed
+        place_sort_key = (group.setting, task_order(group.task), group.trained_on)
+        groups_by_place.setdefault(place_sort_key, []).append(group)
+    places = []
+    for _, groups in sorted(groups_by_place.items(), key=lambda item: item[0]):
+        places.append(Place(setting_title(groups[0]), groups))
+    return places
 
 
 def select_places(numbers: Numbers, *, ablation: bool) -> list[Place]:
-    """Return the places with the methods of the ablation, or with all others."""
+    """Return the places with only the methods of the ablation, or with only the other methods."""
     selected = []
     for place in list_places(numbers):
         groups = [group for group in place.groups if is_ablation(group) == ablation]
@@ -86,7 +88,18 @@ def select_places(numbers: Numbers, *, ablation: bool) -> list[Place]:
 
 
 class ScoreTexts(NamedTuple):
-    """The texts of one row of scores."""
+    """The cells of one table row, formatted.
+
+    Attributes:
+        accuracy: Accuracy in percent.
+        confidence: Mean confidence in percent.
+        ece: ECE in percent.
+        chance: Range of the ECE of a perfectly calibrated model with the same confidences.
+        debiased_ece: Debiased ECE in percent.
+        brier: Brier score.
+        auroc: AUROC in percent.
+        forced: Share of the answers that had to be forced, in percent.
+    """
 
     accuracy: str
     confidence: str
@@ -99,7 +112,12 @@ class ScoreTexts(NamedTuple):
 
 
 def format_scores(group: GroupNumbers, *, intervals: bool) -> ScoreTexts:
-    """Format the scores of a method. intervals: whether to show them."""
+    """Format the scores of a method.
+
+    Args:
+        group: The method.
+        intervals: Whether to add the confidence intervals.
+    """
     return ScoreTexts(
         accuracy=_format_metric(group, "accuracy", intervals=intervals),
         confidence=_percent(group.metrics["mean_confidence"].mean),
@@ -122,7 +140,7 @@ def format_chance(group: GroupNumbers) -> str:
 
 
 def _format_metric(group: GroupNumbers, name: str, *, intervals: bool) -> str:
-    """Format a mean over seeds, with its interval if wanted and the mark of the comparison with DPO."""
+    """Format the mean of a metric over seeds, with the mark of the comparison with DPO and, if wanted, the interval."""
     scale = 1
     decimals = 3
     if METRICS[name].percent:
@@ -138,21 +156,22 @@ def _format_metric(group: GroupNumbers, name: str, *, intervals: bool) -> str:
 
 
 def tabulate_scores(places: Sequence[Place]) -> Iterator[str]:
-    """Yield a table for each place: means over seeds, intervals over questions, marks against DPO."""
+    """Yield a table for each place: means over seeds, intervals over questions, marks for differences from DPO."""
     heads = ["method", "accuracy", "confidence", "ECE", "by chance", "debiased ECE", "Brier", "AUROC", "forced, %"]
     for place in places:
         rows = []
         for group in place.groups:
-            rows.append([variant_title(group.method), *format_scores(group, intervals=True), *_true_error(group)])
+            scores = format_scores(group, intervals=True)
+            rows.append([variant_title(group.method), *scores, *_true_error(group)])
         yield from tabulate_place(place, heads, rows)
 
 
 def tabulate_briefly(places: Sequence[Place], methods: Collection[str] = ()) -> Iterator[str]:
-    """Yield a table for each place with a line per model: ECE and Brier score as they are and after both scalings.
+    """Yield a table for each place with one row per model: ECE and Brier score before and after both scalings.
 
     Args:
         places: The places.
-        methods: The variants to show; all of them if empty.
+        methods: The variants to show; empty means all of them.
     """
     heads = ["method", "accuracy", "confidence", "ECE", "by chance", "`+ts`", "`+tl`", "Brier", "`+ts`", "`+tl`"]
     heads += ["AUROC", "forced, %"]
@@ -176,29 +195,36 @@ def _brief_sort_key(name: str) -> tuple[object, ...]:
 
 def _brief_row(group: GroupNumbers, place: Place) -> list[str]:
     texts = format_scores(group, intervals=False)
-    scaled_errors = []
+    scaled_eces = []
     scaled_briers = []
     for suffix in SCALINGS:
         scaled = place.by_method.get(scale_variant(group.method, suffix))
         if scaled is None:
-            scaled_errors.append("-")
+            scaled_eces.append("-")
             scaled_briers.append("-")
         else:
             scaled_texts = format_scores(scaled, intervals=False)
-            scaled_errors.append(scaled_texts.ece)
+            scaled_eces.append(scaled_texts.ece)
             scaled_briers.append(scaled_texts.brier)
-    row = [short_title(group.method), texts.accuracy, texts.confidence, texts.ece, texts.chance, *scaled_errors]
+    row = [short_title(group.method), texts.accuracy, texts.confidence, texts.ece, texts.chance, *scaled_eces]
     return [*row, texts.brier, *scaled_briers, texts.auroc, texts.forced, *_true_error(group)]
 
 
 def _true_error(group: GroupNumbers) -> list[str]:
+    """Return the table cell with the true error, or an empty list if the true probabilities are not known."""
     if "true_error" not in group.others:
         return []
     return [_percent(group.others["true_error"].mean)]
 
 
 def tabulate_place(place: Place, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table under its title. Rows that lack seeds of the first are marked; preference columns are added."""
+    """Return a table under its title, with columns for the true error and the preferences where they were measured.
+
+    Args:
+        place: The methods. The title states the seeds of the first one; rows with other seeds state theirs.
+        heads: Column titles.
+        rows: One row per method, in the order of the place, including the true error if it was measured.
+    """
     first = place.groups[0]
     has_preference = any(group.number(name) for group in place.groups for name in PREFERENCE)
     shown_heads = [*heads]
@@ -211,18 +237,26 @@ def tabulate_place(place: Place, heads: Sequence[str], rows: Sequence[Sequence[s
         if group.seeds != first.seeds:
             name += f" ({list_seeds(group.seeds)} alone)"
         if has_preference:
-            texts += [format_preference(group, part) for part in PREFERENCE]
+            texts += [format_preference(group, metric) for metric in PREFERENCE]
         shown_rows.append([name, *texts])
     title = f"**{place.title}**, {first.n} test questions, {list_seeds(first.seeds)}:"
     return [title, "", *make_table(shown_heads, shown_rows)]
 
 
-def format_preference(group: GroupNumbers, name: str) -> str:
-    """Format the share of held-out pairs that a method orders as preferred, or a dash if none were scored."""
-    share = group.number(name)
+def format_preference(group: GroupNumbers, metric: str) -> str:
+    """Format the share of held-out pairs that a method orders as preferred, with its interval.
+
+    Args:
+        group: The method.
+        metric: A name in `PREFERENCE`: the whole response or only its reasoning.
+
+    Returns:
+        The text, or a dash if no pairs were scored.
+    """
+    share = group.number(metric)
     if share is None:
         return "-"
-    interval = group.intervals[name]
+    interval = group.intervals[metric]
     return f"{_percent(share.mean)} [{_percent(interval.low)}, {_percent(interval.high)}]"
 
 
@@ -248,14 +282,16 @@ def tabulate_seeds(places: Sequence[Place], numbers: Numbers) -> Iterator[str]:
             texts = dict.fromkeys(seeds, "-")
             for cell in numbers.cells:
                 if group.holds(cell):
-                    texts[cell.seed] = " / ".join(_percent(cell.metrics[name].value) for name in ("accuracy", "ece"))
+                    accuracy = _percent(cell.metrics["accuracy"].value)
+                    ece = _percent(cell.metrics["ece"].value)
+                    texts[cell.seed] = f"{accuracy} / {ece}"
             rows.append([variant_title(group.method), *texts.values()])
         heads = [f"seed {seed}" for seed in seeds]
         yield from make_table([f"{place.title}: accuracy / ECE", *heads], rows)
 
 
 def list_place_seeds(place: Place) -> list[int]:
-    """Return the seeds that any method of a place has."""
+    """Return the seeds that at least one method of a place has."""
     seeds: set[int] = set()
     for group in place.groups:
         seeds.update(group.seeds)
@@ -263,12 +299,12 @@ def list_place_seeds(place: Place) -> list[int]:
 
 
 def tabulate_selection(numbers: Numbers) -> list[str]:
-    """Return the accuracy of every rule that chooses among samples, for each method that was sampled."""
+    """Return the table with the accuracy of every rule that chooses among samples, for each sampled method."""
     rows = []
     rules: list[str] = []
     for group in numbers.groups:
         for k, accuracies in group.selection.items():
-            if k <= 2:
+            if k < MIN_SELECTION_SAMPLES:
                 continue
             rules = list(accuracies)
             shares = [accuracies[rule].mean for rule in rules]

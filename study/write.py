@@ -2,9 +2,9 @@
 
     python -m study.write    # `make results`
 
-A page has blocks between `<!-- begin NAME -->` and `<!-- end NAME -->`, which are written here. Everything around them
-is written by hand. For any study, a page can have the blocks `STUDY briefly`, `STUDY scores`, `STUDY seeds` and
-`STUDY costs`, such as `<!-- begin smollm2-reasoned scores -->`.
+This module writes the blocks of a page, which lie between `<!-- begin NAME -->` and `<!-- end NAME -->`. The rest of
+the page is written by hand. For every study, a page can have the blocks `STUDY briefly`, `STUDY scores`, `STUDY seeds`
+and `STUDY costs`, for example `<!-- begin smollm2-reasoned scores -->`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/results.md", "docs/results-in-full.md", "docs/method.md")
 FIGURE = "docs/images/smollm2-snli.svg"
 
-# The seeds of the comparison. Seeds 3 and 4 have the remaining methods and most of the ablation.
+# The seeds of the main comparison. Seeds 3 and 4 have the remaining methods and most of the ablation.
 MAIN_SEEDS = (0, 1, 2)
-# Variants of `outcome` with the log score: on its own stream, on pairs, with the sft loss, with more rows.
+# Variants of `outcome` with the log score, and their controls: on its own stream, on pairs, with the sft loss, with
+# more rows per pair, likelihood in place of the score (replay), without DPO.
 LOG_SCORE = "dpo+outcome-score-log-weight-1"
 ON_PAIRS = "dpo+outcome-pairs-score-log-weight-1"
 SFT_LOSS = "dpo+outcome-score-log-sft_loss-weight-1"
@@ -37,7 +38,7 @@ FOUR_ROWS_HELD_OUT = "dpo+outcome-held_out-rows-4-score-log-weight-1"
 REPLAY = "dpo+replay-weight-1"
 FOUR_ROWS_REPLAY = "dpo+replay-rows-4-weight-1"
 ONLY_SCORE = "sft+outcome-score-log-weight-1"
-# What each study tests.
+# The variants whose goals each study checks, and the pairs of variants that it compares.
 SNLI_GOALS = ("dpo+outcome", f"dpo+outcome{TUNED}", ON_PAIRS)
 LOG_SCORE_GOALS = (LOG_SCORE, SFT_LOSS, FOUR_ROWS_HELD_OUT, ON_PAIRS)
 REASONING_CONTROLS = ((LOG_SCORE, REPLAY), (LOG_SCORE, ON_PAIRS), (SFT_LOSS, "dpo-sft_loss"), (SFT_LOSS, LOG_SCORE))
@@ -45,20 +46,21 @@ WORLD_CONTROLS = ((LOG_SCORE, REPLAY), (FOUR_ROWS, FOUR_ROWS_REPLAY))
 WORLD_PARTS = ((LOG_SCORE, ONLY_SCORE), (LOG_SCORE, ON_PAIRS))
 WORLD_METHODS = ("sft", ONLY_SCORE, "dpo", LOG_SCORE, ON_PAIRS, FOUR_ROWS, FOUR_ROWS_REPLAY)
 
+# Makes the lines of a block.
 Block = Callable[[], Iterable[str]]
 
 
-# ---- the measured parts, each measured once
+# ---- the parts of the studies; each is measured only once
 
 
 @cache
 def measure_part(study: str, seeds: tuple[int, ...] | None, terms: tuple[str, ...] = ALL_TERMS) -> MeasuredStudy:
-    """Measure a part of a study."""
+    """Measure the cells of a study with the given seeds and calibration terms, as `measure_study` does."""
     return measure_study(study, seeds, terms)
 
 
 def measure_snli() -> MeasuredStudy:
-    """Measure the main seeds of SmolLM2 without reasoning."""
+    """Measure SmolLM2 without reasoning."""
     return measure_part("answer_first", MAIN_SEEDS)
 
 
@@ -68,7 +70,7 @@ def measure_reasoning() -> MeasuredStudy:
 
 
 def measure_world() -> MeasuredStudy:
-    """Measure `outcome` and its control in the embedded world."""
+    """Measure `outcome` and its controls in the embedded world."""
     return measure_part("world", MAIN_SEEDS, ("none", "outcome", "replay"))
 
 
@@ -78,18 +80,18 @@ def measure_objectives() -> MeasuredStudy:
 
 
 @cache
-def check_study_goals(title: str) -> list[claims.Goal]:
-    """Check the goals of one of the studies in GOAL_TITLES."""
-    if title == "goals":
+def check_study_goals(block: str) -> list[claims.Goal]:
+    """Check the goals that a block of GOAL_TITLES shows."""
+    if block == "goals":
         return claims.check_goals(measure_snli(), SNLI_GOALS)
-    if title == "seed 4 goals":
+    if block == "seed 4 goals":
         return claims.check_goals(measure_part("answer_first", (4,)), (ON_PAIRS,))
-    if title == "reasoning goals":
+    if block == "reasoning goals":
         return claims.check_goals(measure_reasoning(), LOG_SCORE_GOALS)
     return claims.check_goals(measure_world(), LOG_SCORE_GOALS)
 
 
-# Block with the goals of a study -> how the table of all goals titles its tasks.
+# Block with the goals of a study -> title of its tasks in the table of all goals.
 GOAL_TITLES = {
     "goals": "{}",
     "seed 4 goals": "{}, seed 4",
@@ -100,7 +102,7 @@ GOAL_TITLES = {
 
 @cache
 def compare_reasoning_controls() -> list[claims.Control]:
-    """Compare `outcome` with its controls where responses have reasoning."""
+    """Compare `outcome` with its controls in the study with reasoning."""
     return claims.compare_controls(measure_reasoning(), REASONING_CONTROLS)
 
 
@@ -108,7 +110,7 @@ def compare_reasoning_controls() -> list[claims.Control]:
 
 
 def make_blocks() -> dict[str, Block]:
-    """Return name -> function that makes the lines, for all blocks of the pages."""
+    """Return name -> function that makes the lines, for all blocks that pages can have."""
     blocks: dict[str, Block] = {}
     for study in list_studies():
         blocks |= make_study_blocks(study)
@@ -121,19 +123,19 @@ def make_blocks() -> dict[str, Block]:
     return blocks
 
 
-def tabulate_study_goals(title: str) -> list[str]:
+def tabulate_study_goals(block: str) -> list[str]:
     """Return the table of the goals of one study."""
-    return claims.tabulate_goals(check_study_goals(title))
+    return claims.tabulate_goals(check_study_goals(block))
 
 
 def tabulate_all_goals() -> list[str]:
     """Return the table of all goals."""
-    goal_lists = [(title, check_study_goals(name)) for name, title in GOAL_TITLES.items()]
+    goal_lists = [(title, check_study_goals(block)) for block, title in GOAL_TITLES.items()]
     return claims.tabulate_reached(goal_lists)
 
 
 def make_study_blocks(study: str) -> dict[str, Block]:
-    """Return the blocks that every study can have: all of its seeds and methods."""
+    """Return the blocks that every study can have, with all its seeds and methods."""
 
     def measure_all() -> MeasuredStudy:
         return measure_part(study, None)
@@ -184,10 +186,10 @@ def make_snli_blocks() -> dict[str, Block]:
 
 
 def make_reasoning_blocks() -> dict[str, Block]:
-    """Return the blocks of SmolLM2 with reasoning; `reasoning costs` is one of every study's blocks."""
+    """Return the blocks of SmolLM2 with reasoning; `make_study_blocks` makes `reasoning costs`."""
 
     def measure_sampled() -> MeasuredStudy:
-        # Seed 0 was sampled, and has as few forced answers as comparisons need.
+        # Seed 0 has sampled answers, and few enough of its answers were forced to compare methods.
         return measure_part("reasoning", (0,))
 
     def list_places() -> list[tables.Place]:
@@ -205,7 +207,7 @@ def make_reasoning_blocks() -> dict[str, Block]:
 
 
 def make_world_blocks() -> dict[str, Block]:
-    """Return the blocks of the embedded world; `world costs` is one of every study's blocks."""
+    """Return the blocks of the embedded world; `make_study_blocks` makes `world costs`."""
 
     def list_places() -> list[tables.Place]:
         return tables.list_places(measure_world().numbers)
@@ -234,7 +236,11 @@ def make_world_blocks() -> dict[str, Block]:
 
 
 def fill_blocks(text: str, blocks: dict[str, Block]) -> str:
-    """Return the text of a page with its blocks written anew.
+    """Return the text of a page with new contents for its blocks.
+
+    Args:
+        text: The page.
+        blocks: Name -> function that makes the lines of the block.
 
     >>> fill_blocks("<!-- begin a -->\\nold\\n<!-- end a -->", {"a": lambda: ["new"]})
     '<!-- begin a -->\\nnew\\n<!-- end a -->'

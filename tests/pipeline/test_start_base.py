@@ -151,16 +151,16 @@ def test_the_probe_reads_the_state_that_predicts_the_label(
     """The model's own head on these states gives the label probabilities that the evaluation has stored."""
     monkeypatch.chdir(experiment.folder)
     root = Path("runs/second")
-    recipe = probe.newest_recipe(root)
+    recipe = probe.read_newest_recipe(root)
     graph = Graph(recipe)
     (cell,) = [cell for cell in graph.list_cells() if cell.place.method == "dpo"]
     inputs = probe.read_inputs(root, graph, cell)
     model = AutoModelForCausalLM.from_pretrained(inputs.model)
     tokenizer = AutoTokenizer.from_pretrained(inputs.model)
     for row in inputs.predictions:
-        context = probe.label_context(tokenizer, inputs, row, reasoning=True)
-        state = torch.tensor(probe.hidden_states(model.model.eval(), [context])[0])
+        context = probe.make_label_context(tokenizer, inputs, row, reasoning=True)
+        state = torch.tensor(probe.compute_hidden_states(model.model.eval(), [context])[0])
         with torch.inference_mode():
             logprobs = model.lm_head(state).log_softmax(-1)
-        for label, path in probe.find_place(tokenizer, inputs, row).paths.items():
+        for label, path in probe.find_label_position(tokenizer, inputs, row).paths.items():
             assert logprobs[path[0]].item() == pytest.approx(row.label_logprobs[label], abs=1e-3)
