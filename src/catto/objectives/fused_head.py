@@ -129,7 +129,7 @@ def token_stats(
         precision: Precision of the inputs of the matrix products, see `product_dtype`.
 
     Returns:
-        Statistics with the shape of the targets.
+        Statistics with the shape of the targets, 0 at masked positions.
 
     Raises:
         ValueError: The shapes do not match, or an option is out of its range.
@@ -411,7 +411,7 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
     rival = torch.where(gap > 0, target - gap, log_not_target - log_others)
     top_logit = torch.maximum(sums.target, sums.rival)
     log_top = torch.maximum(target, rival)
-    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
+    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)  # relative to the top token, as above
 
     log_doubt = None
     if "log_doubt" in spec.extras:  # log(1 - c): the log-sum-exp without the top token
@@ -505,7 +505,11 @@ def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: tor
 
 
 def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: HeadGradients) -> Tensor:
-    """Return the gradient of the loss in the products y, (rows, columns). It overwrites the tile's logits."""
+    """Return the gradient of the loss with respect to the products y, (rows, columns). It overwrites the tile's logits.
+
+    The gradient with respect to the logits z has one term for all tokens, mass * p_j (see `sum_mass`), and further
+    terms for single tokens and for the extras. The chain rule then leads from z to y.
+    """
     z = tile.logits
     # Terms that read the logits are computed first, before the logits are overwritten.
     softcap_slope = None
@@ -518,25 +522,25 @@ def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: He
         extra_terms.append(_entropy_gradient(tile, saved, gradients.entropy, saved.entropy))
 
     p = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_()
-    d = p.mul_(gradients.mass.unsqueeze(-1))
+    total = p.mul_(gradients.mass.unsqueeze(-1))
     single_tokens = [(saved.targets, gradients.target), (saved.rival_id, gradients.rival)]
     if gradients.labels is not None:
         single_tokens += zip(saved.labels.unbind(-1), gradients.labels.unbind(-1), strict=True)
     for ids, gradient in single_tokens:
         if gradient is not None:
             inside, column = locate_tokens(ids, tile.columns)
-            addend = torch.where(inside, gradient, 0).to(d.dtype)
-            d.scatter_add_(-1, column.unsqueeze(-1), addend.unsqueeze(-1))
+            addend = torch.where(inside, gradient, 0).to(total.dtype)
+            total.scatter_add_(-1, column.unsqueeze(-1), addend.unsqueeze(-1))
     if gradients.mean_logit is not None:
-        d.add_(gradients.mean_logit.unsqueeze(-1) / spec.vocabulary)
+        total.add_(gradients.mean_logit.unsqueeze(-1) / spec.vocabulary)
     for term in extra_terms:
-        d.add_(term)
+        total.add_(term)
     if softcap_slope is not None:
-        d.mul_(softcap_slope)
+        total.mul_(softcap_slope)
     factor = spec.scale / spec.temperature
     if factor != 1.0:
-        d.mul_(factor)
-    return d
+        total.mul_(factor)
+    return total
 
 
 def _doubt_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, log_doubt: Tensor) -> Tensor:
@@ -636,7 +640,7 @@ class _TiledHead(torch.autograd.Function):
         labels: Tensor,
         spec: LogitSpec,
     ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # statistics that the loss does not read get None instead of zeros
         ctx.spec = spec
         with torch.autocast(hidden.device.type, enabled=False):
             sums_by_row: dict[int, RunningSums] = {}  # keyed by the first row of a tile

@@ -73,6 +73,8 @@ def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bo
 def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
     """Compute the paper's calibration loss (Eq. 6): the mean of s (1 - c) + (1 - s) c over each response.
 
+    c is the confidence of a token, and s its target from `surrogate_target`.
+
     Args:
         stats: Token statistics (B, T).
         mask: Tokens of the responses (B, T).
@@ -98,7 +100,8 @@ def bce_loss(
 ) -> Tensor:
     """Compute the binary cross-entropy -s log c - (1 - s) log(1 - c) of each response.
 
-    The paper sums over tokens, so long responses weigh more. `reduce="mean"` divides by the number of tokens.
+    c is the confidence of a token, and s its target from `surrogate_target`. The paper sums over tokens, so long
+    responses weigh more. `reduce="mean"` divides by the number of tokens.
 
     Args:
         stats: Token statistics (B, T), with the extra `log_doubt`.
@@ -130,6 +133,8 @@ def bce_loss(
 def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
     """Compute the mean |c - s| of each response. Unlike the paper's term, it is smallest at c = s.
 
+    c is the confidence of a token, and s its target from `surrogate_target`.
+
     Args:
         stats: Token statistics (B, T).
         mask: Tokens of the responses (B, T).
@@ -151,6 +156,8 @@ def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_s
 
 def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
     """Compute the mean (c - s)^2 of each response.
+
+    c is the confidence of a token, and s its target from `surrogate_target`.
 
     Args:
         stats: Token statistics (B, T).
@@ -201,10 +208,11 @@ def outcome_loss(
     """Compute a proper score of each response's label probabilities after sampled reasoning.
 
     The expectation of either score is smallest if the probabilities equal the expected target. Preference training
-    can make a wrong answer nearly certain: there the gradient of `brier` vanishes, and that of `log` does not.
+    can make a wrong answer nearly certain. The gradient of `brier` then vanishes, and that of `log` does not.
 
     Args:
-        label_logprobs: Full-vocabulary log-probabilities P of the labels (B, K); -inf where a row has fewer labels.
+        label_logprobs: Log-probabilities log P of the labels in the full vocabulary (B, K); -inf where a row has fewer
+            labels.
         gold: Index of the right label (B,), or a distribution t over the labels (B, K), which is 0 at missing labels.
         score: `log` is -sum_k t_k log P_k, or -log P_gold for an index. `brier` is sum_k (P_k - t_k)^2, in [0, 2].
         weights: Factor of each response (B,); None means 1.
@@ -236,17 +244,19 @@ def outcome_loss(
 
 
 def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
-    """Compute RCFT's ECE term: the squared distance between the label distribution and its bin's accuracy.
+    """Compute RCFT's ECE term, which pulls the probability of the top label towards the accuracy of its bin.
 
     Let q be the softmax over the labels, c its largest value and a the accuracy of c's bin. The loss is
-    (c - a)^2 + sum_j (q_j - t_j)^2, where j runs over the other labels and t comes from `spread_targets`.
+    (c - a)^2 + sum_j (q_j - t_j)^2, where j runs over the other labels. Their targets t_j share the remaining mass
+    1 - a, see `spread_targets`.
 
     Args:
         label_logprobs: Log-probabilities of the labels (B, K); -inf where a row has fewer labels.
-        accuracy: Accuracy in each of the M equal-width bins of the top probability (M,); nan where a bin is empty.
+        accuracy: Accuracy of held-out answers in each of M equal-width bins of the top probability (M,); nan for a bin
+            without such answers.
 
     Returns:
-        Losses (B,); 0 for samples in empty bins.
+        Losses (B,); 0 for a sample whose bin has no accuracy.
 
     >>> rcft_loss(torch.tensor([[0.9, 0.1]]).log(), torch.tensor([0.5, 0.6]))
     tensor([0.1800])
@@ -255,8 +265,8 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
     c, top_index = q.max(-1)
     bin_of_sample = confidence_bin(c.detach(), accuracy.shape[0])
     a = accuracy.to(q)[bin_of_sample]
-    bin_is_empty = a.isnan()
-    a = a.masked_fill(bin_is_empty, 0.0)
+    accuracy_is_missing = a.isnan()
+    a = a.masked_fill(accuracy_is_missing, 0.0)  # nan would also spread to the gradient
     has_label = torch.isfinite(label_logprobs)
     is_other = has_label.scatter(-1, top_index.unsqueeze(-1), False)
     targets = spread_targets(q.detach(), is_other, a)
@@ -264,7 +274,7 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
     squares = (q - targets) ** 2
     distance_of_others = squares.masked_fill(~is_other, 0.0).sum(-1)
     distance = distance_of_top + distance_of_others
-    return distance.masked_fill(bin_is_empty, 0.0)
+    return distance.masked_fill(accuracy_is_missing, 0.0)
 
 
 def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
@@ -287,9 +297,9 @@ def confidence_bin(confidence: Tensor, bins: int) -> Tensor:
 def spread_targets(q: Tensor, is_other: Tensor, accuracy: Tensor) -> Tensor:
     """Distribute the mass 1 - a over the labels other than the top one; likelier labels get more.
 
-    t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum tanh(g q)), where q_1 is the largest q of these labels and
-    g = ln(K - 1) / (q_1 (1 - a)). If a = 1, all targets are 0. If q_1 = 0, they are uniform. If K = 2, the only
-    other label gets 1 - a.
+    t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum_i tanh(g q_i)), where i and j run over these K - 1 labels. The gain
+    is g = ln(K - 1) / (q_max (1 - a)), where q_max is the largest of the q_i. If a = 1, all targets are 0. If
+    q_max = 0, they are uniform. If K = 2, the only other label gets 1 - a.
 
     Args:
         q: Probabilities of the labels (B, K).

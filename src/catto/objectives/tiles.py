@@ -59,15 +59,16 @@ def split_range(length: int, step: int) -> Iterator[slice]:
 def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | None = None) -> tuple[int, int]:
     """Choose the shape of a tile.
 
-    On a GPU tiles are large, since every tile costs kernel launches. A tile has all tokens as rows, so each part of
-    the weight's gradient is a single product. Its columns fill a 256th of the device's memory, but at most an eighth
-    of the vocabulary: with its temporaries, a tile needs less than a tenth of the memory of dense logits.
+    On a CPU it is fixed: `TOKENS` rows and `TILE` columns. On a GPU tiles are large, since every tile costs kernel
+    launches. A tile there has all tokens as rows, so each part of the weight's gradient is a single product. It fills
+    a 256th of the device's memory, but has at most an eighth of the vocabulary as columns: with its temporaries, it
+    needs less than a tenth of the memory of dense logits. It has at least 1024 columns.
 
     Args:
         tokens: Number of tokens.
         vocabulary: Number of logits per token.
         device: Where the logits are computed.
-        tile: Number of columns; None chooses it.
+        tile: Number of columns, with `TOKENS` rows on any device; None chooses the shape as above.
 
     Returns:
         Number of rows and number of columns.
@@ -78,7 +79,7 @@ def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | N
         return TOKENS, TILE
     tokens = max(tokens, 1)  # all of them may be masked
     bytes_per_tile = device_memory(device) // 256
-    logits_per_tile = bytes_per_tile // 4
+    logits_per_tile = bytes_per_tile // 4  # in fp32
     columns = min(logits_per_tile // tokens, vocabulary // 8)
     columns = max(columns, 1024)
     return tokens, round_up(columns, 128)

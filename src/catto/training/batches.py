@@ -107,20 +107,22 @@ def lay_out_rows(
 ) -> Batch:
     """Lay out rows in one batch.
 
-    With both `shared` and `packed`, the common beginning of all prompts is also computed only once. Each prompt keeps
-    at least one token of its own, which predicts the first token of its responses.
+    With `shared`, rows with the same prompt share one copy of it. With both `shared` and `packed`, all prompts also
+    share one copy of their common beginning. Each prompt keeps at least one token of its own, which predicts the first
+    token of its responses.
 
     Args:
         rows: The rows.
         queries: Requests for label probabilities.
-        scored: Number of rows, from the first, whose tokens are scored. The other rows only serve queries.
+        scored: The tokens of the first `scored` rows are scored. The other rows only serve queries.
         pad: Token id used for padding.
         shared: Whether to compute each prompt only once.
         packed: Whether to put all sequences in one line, without padding.
-        balanced: Number of rows, from the first, that count in the load-balancing loss of a mixture of experts. None
-            counts all scored rows.
-        tokens: Which tokens to score in each row, from the first, as indices in its completion; -1 is the last token
-            of the prompt. In rows without an entry here, the whole completion is scored.
+        balanced: The first `balanced` rows count in the load-balancing loss of a mixture of experts. None counts all
+            scored rows.
+        tokens: The tokens to score, as one array of indices per row. Index 0 is the first token of the completion, and
+            -1 is the last token of the prompt. If there are fewer arrays than scored rows, the remaining rows are
+            scored on their whole completions.
 
     Returns:
         The batch.
@@ -164,7 +166,10 @@ class _ScoredTokens(NamedTuple):
 def _locate_scored_tokens(
     lines: _LineBuilder, rows: Sequence[Row], tokens: Sequence[NDArray[np.int64]]
 ) -> _ScoredTokens:
-    """Locate the tokens to score in the given rows. tokens: As in `lay_out_rows`."""
+    """Return the tokens to score in the given rows, and the positions that predict them.
+
+    tokens: As in `lay_out_rows`.
+    """
     indices = []
     # One array per row; the empty first ones allow for a batch without scored rows.
     sources = [np.zeros((0, 2), np.int64)]
@@ -180,8 +185,8 @@ def _locate_scored_tokens(
         index_in_row = prompt_length + token_indices
         row_ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
         line, column = lines.find_source(number, token_indices)
-        sources.append(_pair_with(line, column))
-        places.append(_pair_with(number, index_in_row - 1))
+        sources.append(_pair_with(line, column))  # in our grid
+        places.append(_pair_with(number, index_in_row - 1))  # in TRL's tensors
         targets.append(row_ids[index_in_row])
     return _ScoredTokens(indices, np.concatenate(sources), np.concatenate(places), np.concatenate(targets))
 
@@ -236,9 +241,9 @@ class _LineBuilder:
         self.lines = [np.concatenate(line_parts, axis=1)]
 
     def _make_sequences(self, rows: Sequence[Row], *, shared: bool, balanced: int) -> list[NDArray[np.int64]]:
-        """Return the table of each sequence: a prompt, then its response, or all its responses if prompts are shared.
+        """Make the token table of each sequence, and set `row_starts`.
 
-        Fills `row_starts`.
+        A sequence is a prompt followed by its response, or by all its responses if prompts are shared.
         """
         sequence_by_key: dict[Any, int] = {}
         sequences: list[list[NDArray[np.int64]]] = []  # for each sequence, the tables of its prompt and its responses
@@ -393,7 +398,12 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     reads_reasoning: bool = False
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and as many rows of ours."""
+        """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and add our own tensors under `KEY`.
+
+        Ours also have 2 B rows: `row` is the pair's number in the dataset (-1 if pairs are not numbered), and `start`
+        is the index of the first completion token. The labels and the number of reasoning tokens follow if the losses
+        read them. `layout` is a whole `Batch`.
+        """
         output: dict[str, Any] = super().torch_call(examples)
         our_tensors: dict[str, Any] = {
             "row": torch.tensor([example.get("row", -1) for example in examples] * 2),
@@ -432,13 +442,14 @@ def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
-    """Lay out the 2 B rows of TRL's tensors, which its collator may have truncated.
+    """Lay out B pairs, whose 2 B rows are read from TRL's tensors because the collator may have truncated them.
 
     The tokens that `completion_mask` selects are scored. If `our_tensors` contains labels, they become queries.
 
     Args:
         inputs: TRL's tensors: `input_ids`, `attention_mask` and `completion_mask`, (2 B, S).
-        our_tensors: The tensors that `PairCollator` adds for the same rows.
+        our_tensors: The tensors that `PairCollator` adds for the same rows. Completions begin at its `start`, since
+            the mask may have changed after collation.
         pad: Token id used for padding.
         **layout: Options `shared` and `packed` of `lay_out_rows`.
 
@@ -452,12 +463,10 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor
     ids = inputs["input_ids"].cpu().numpy().copy()
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
     lengths = inputs["attention_mask"].sum(-1).tolist()
-    starts = our_tensors.get("start")
-    if starts is None:
-        starts = completion_starts(inputs)
+    starts = our_tensors["start"].tolist()
     rows = []
     tokens = []
-    for row_ids, mask, length, start in zip(ids, masks, lengths, starts.tolist(), strict=True):
+    for row_ids, mask, length, start in zip(ids, masks, lengths, starts, strict=True):
         rows.append(Row(row_ids[:start], row_ids[start:length]))
         tokens.append(np.flatnonzero(mask) - start)
     queries = []

@@ -41,8 +41,8 @@ def newest_complete(output_dir: str | Path) -> Path | None:
 def copy_newest(checkpoints: Path, target: Path, final: Path) -> None:
     """Link the newest complete checkpoint and the best one into `target`, which the caller then renames to `final`.
 
-    A complete checkpoint is never written to again, so links suffice. Only the newest one's trainer_state.json is
-    copied, since the path of the best checkpoint in it changes. Without a complete checkpoint, nothing happens.
+    A complete checkpoint is never written to again, so hard links suffice. Only the newest one's trainer_state.json is
+    rewritten in `target`, with the new path of the best checkpoint. Without a complete checkpoint, nothing happens.
 
     Raises:
         OSError: A training run deleted or added a checkpoint in the meantime.
@@ -51,7 +51,7 @@ def copy_newest(checkpoints: Path, target: Path, final: Path) -> None:
     if newest is None:
         return
     state = json.loads((newest / "trainer_state.json").read_text())
-    has_best = state["best_model_checkpoint"] is not None  # None if the rule is to keep the last step
+    has_best = state["best_model_checkpoint"] is not None  # otherwise training keeps the last step
     best = newest.name
     if has_best:
         best = Path(state["best_model_checkpoint"]).name
@@ -61,10 +61,12 @@ def copy_newest(checkpoints: Path, target: Path, final: Path) -> None:
 
     for name in {newest.name, best}:
         shutil.copytree(checkpoints / name, target / name, copy_function=copy_file)
+    # If training is still running, it may have deleted files of these checkpoints when it wrote a newer one.
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
     if has_best:
         moved_state = {**state, "best_model_checkpoint": str(final / best)}
+        # This replaces the link, so the original file is unchanged.
         write_text(target / newest.name / "trainer_state.json", json.dumps(moved_state))
 
 

@@ -133,12 +133,12 @@ def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
 
 
 def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Example]:
-    """Set the target distribution that the outcome loss reads, for every example.
+    """Return the examples with the target distribution (`Label.target`) that the outcome loss reads.
 
     Args:
         examples: The examples.
-        outcome_target: `gold` removes the distribution, `votes` keeps it, and `mix` takes the mean of it and the
-            one-hot gold label.
+        outcome_target: `gold` removes an example's distribution, `votes` keeps it, and `mix` replaces it by its mean
+            with the one-hot gold label.
 
     Returns:
         New examples in the same order.
@@ -413,10 +413,11 @@ class ReasoningCounts(NamedTuple):
 
 
 def check_reasoning(dataset: Any, name: str) -> None:
-    """Refuse a dataset in which most pairs have nothing to prefer before their labels; log how many there are.
+    """Refuse a dataset in which most pairs have nothing to prefer before their labels.
 
     A pair has nothing to prefer if its responses are identical up to their labels, for example if they consist of the
-    answer alone. Its loss is constant. In a streamed dataset, only the first rows are checked.
+    answer alone. Its loss is constant. If there are some such pairs, or pairs with a response that gives no answer,
+    their number is logged. In a streamed dataset, only the first rows are checked.
 
     Args:
         dataset: A dataset with the columns of `reasoning_columns`.
@@ -439,7 +440,7 @@ def check_reasoning(dataset: Any, name: str) -> None:
         note = "%d of %d %s pairs have nothing to prefer: their responses are identical up to the label"
         logger.warning(note, counts.nothing_to_prefer, counts.total, name)
     if counts.without_answer:
-        note = "%d of %d %s pairs have a response without an answer, of which the preference loss reads all tokens"
+        note = "%d of %d %s pairs have a response without an answer: the preference loss reads all of its tokens"
         logger.warning(note, counts.without_answer, counts.total, name)
 
 

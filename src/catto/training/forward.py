@@ -117,8 +117,9 @@ def run_head(
         **more: Further keyword arguments of the model's forward.
 
     Returns:
-        The statistics of the scored tokens and the label log-probabilities of the queries.
+        The statistics of the scored tokens, the label log-probabilities of the queries, and the load-balancing loss.
     """
+    # Padded rows are numbered from 0 by the model itself, and some models do not accept position ids.
     has_own_positions = batch.shared or batch.packed
     with _keep_output_precision(model):
         outputs = model(
@@ -156,11 +157,12 @@ def _keep_output_precision(model: Any) -> Iterator[None]:
 def _run_backbone_and_head(
     model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """Return the fields of `TokenStats`, `labels` and `aux_loss`, for `run_head`.
+    """Run the backbone and our head inside the model's forward, for `run_head`.
 
-    They are returned in a plain dictionary, since wrappers of the model look for tensors in its output.
+    The fields of `TokenStats`, `labels` and `aux_loss` are returned in a plain dictionary, since wrappers of the model
+    look for tensors in its output.
     """
-    if batch.shared or batch.packed:
+    if batch.shared or batch.packed:  # several responses or sequences share a line and must not see each other
         attention_mask = _make_block_mask(model, batch)
     # PEFT adds `labels` and arguments that are None, which not every backbone accepts.
     backbone_options = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
@@ -171,6 +173,7 @@ def _run_backbone_and_head(
     if getattr(outputs, "router_logits", None) is not None:
         values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
 
+    # The loss is computed on the device of the batch. A device_map may have put the head on another one.
     loss_device = batch.input_ids.device
     for name, value in values.items():
         if value is not None:
@@ -236,10 +239,15 @@ def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> T
 def whole_head(model: Any) -> Iterator[dict[str, Any]]:
     """Yield the LM head as keyword arguments of `token_stats`: weight, bias, softcap and scale.
 
-    The head's own forward is never called, so neither are FSDP2's hooks if the head is a separate FSDP unit. Such a
-    head is unsharded here, and FSDP then reduces its gradient in the precision it is configured for. (The backward of
-    `DTensor.full_tensor` would not reduce it over the ranks.) A weight that is a DTensor even then comes from tensor
-    parallelism, where every rank computes the same gradient. `token_stats` gathers weights partitioned by ZeRO-3.
+    Weights that FSDP2 or tensor parallelism has split are gathered first. (`token_stats` itself gathers weights that
+    ZeRO-3 has partitioned.)
+
+    FSDP2: The head's own forward is never called. If the head is a separate FSDP unit, FSDP's hooks therefore do not
+    run, and the head is unsharded here. FSDP then reduces its gradient, in the precision it is configured for. The
+    backward of `DTensor.full_tensor` would not reduce it over the ranks.
+
+    Tensor parallelism: The weight is still a DTensor after that. `full_tensor` is right here, since every rank computes
+    the same gradient.
     """
     layer: Any = model.get_output_embeddings()
     is_sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)

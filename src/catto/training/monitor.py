@@ -51,7 +51,8 @@ def compute_label_logprobs(
     # Examples of similar length share a batch, to avoid padding.
     order = sorted(range(len(examples)), key=count_tokens)
     install_head(model)
-    # FSDP2 keeps the tensors into which it gathers weights, and training cannot use tensors made in inference mode.
+    # Leave the inference mode of `evaluation_mode`: FSDP2 keeps the tensors into which it gathers weights, and training
+    # cannot use tensors made in inference mode.
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
         for start in range(0, len(order), batch_size):
             indices = order[start : start + batch_size]
@@ -59,7 +60,7 @@ def compute_label_logprobs(
             rows = [example.before_label() for example in batch_examples]
             batch = lay_out_rows(rows, label_queries(batch_examples), scored=0, pad=pad, shared=False)
             labels = run_head(model, batch.to(model.device), precision="fp32").labels
-            if labels is not None:
+            if labels is not None:  # always true, since every example has a query
                 logprobs[indices, : labels.shape[1]] = labels.double().cpu().numpy()
     return logprobs
 

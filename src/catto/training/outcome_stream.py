@@ -59,14 +59,19 @@ class OutcomeStream:
 
 
 def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """Return a stream of the examples that fit; None if there are no examples or the term has weight 0.
+    """Return a stream of the examples that are short enough; None without examples or if the term has weight 0.
+
+    Args:
+        examples: Responses for the calibration term, see `outcome_examples` of `CATTOTrainer`.
+        args: The configuration.
 
     Raises:
-        ValueError: The term does not read examples, an option requires examples and there are none, the configured
-            target is missing, or all examples are too long.
+        ValueError: The calibration term does not read examples, an option requires examples and there are none, the
+            configured target is missing, or all examples are too long.
     """
     if examples and args.calibration not in ("outcome", "replay"):
-        raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: it must be 'outcome'")
+        expected = "expected 'outcome' or 'replay'"
+        raise ValueError(f"outcome_examples are given but calibration is {args.calibration!r}: {expected}")
     if not examples:
         _refuse_stream_options(args)
         return None

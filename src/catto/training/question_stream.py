@@ -127,6 +127,9 @@ def sample_stream(
 ) -> list[Example]:
     """Sample responses to the questions and prepare them for training.
 
+    For a question with options, the first response is trained on, and all k responses vote if k is above 1. Questions
+    without options are left to `sample_judgements`.
+
     Args:
         model: The start model, loaded.
         tokenizer: Its tokenizer, with a chat template.
@@ -137,8 +140,8 @@ def sample_stream(
         batch_size: Number of responses that are generated at once.
 
     Returns:
-        One example per question, in their order. If k is above 1, the shares of the votes are its target. Questions
-        whose prompt leaves no room for an answer are left out and logged.
+        One example per question, in their order, with the shares of the votes as its target if there was a vote.
+        Questions whose prompt leaves no room for an answer are left out, and their number is logged.
 
     Raises:
         ValueError: Only some of the questions have options.
@@ -211,6 +214,7 @@ def sample_judgements(
         seed=settings["seed"],
     )
     ask(questions, engine, sampling, folder)
+    # Grade the answers and write a judgement of each of them to outcome.jsonl, as a row to train on.
     write_rows(questions, sampling, folder / GENERATIONS, folder, ["outcome"])
     rows = list(read_records(folder / "outcome.jsonl", SftRow))
     if not rows:
@@ -245,7 +249,7 @@ def make_example(
     position = find_label_position(engine, question, generation, room)
     if position is None:
         return None
-    candidates = [position.paths[label][0] for label in question.labels]
+    candidates = [position.paths[label][0] for label in question.labels]  # every path is a single token
     gold = question.labels.index(question.gold)
     target = None
     if votes is not None:
@@ -258,7 +262,7 @@ def make_example(
 def find_label_position(
     engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
 ) -> LabelPosition | None:
-    """Find the position of a response's label; if it has none that can be trained on, close the response with one.
+    """Find the position of a response's label. If it cannot be trained on, or there is none, close the response.
 
     Args:
         engine: The engine that sampled the response.
@@ -267,16 +271,17 @@ def find_label_position(
         room: Maximum number of tokens of the response up to its label.
 
     Returns:
-        A position at which every label is a single token, as training requires; None if there is no room for an
-        answer.
+        A position at which a single token distinguishes each label from the others, as training requires. None if
+        there is no room for an answer.
 
     Raises:
-        ValueError: Labels begin with the same token.
+        ValueError: Labels begin with the same token even if the response is closed.
     """
     ids = generation.token_ids or ()
     labels = question.labels
     texts = [option.text for option in question.options]
     is_cut = generation.finish_reason == "length"
+    # In the form in which the model wrote its label, several labels may share a token. Then the response is closed.
     with suppress(UnreadableLabelError):
         position = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
         if position is not None and position.needed_length <= room and has_single_tokens(position, labels):

@@ -77,7 +77,9 @@ ACCELERATOR_SIZE = ModelSize(pairs=4, prompt_tokens=160, response_tokens=64, wor
 
 
 def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
-    """Check the head, the label log-probabilities and two kinds of training steps; time the steps and TRL's own.
+    """Check the head, the label log-probabilities, and training steps with and without shared prompts.
+
+    If all checks pass, both kinds of steps are timed, and so are TRL's own steps for comparison.
 
     Args:
         bf16: Whether to compute in bf16; None means the default of training on this device.
@@ -104,6 +106,11 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
             use_cpu=use_cpu,
         )
         trainer = _make_trainer(policy, reference, config, pairs, tokenizer)
+
+        def compute_step(shares_prompts: bool) -> Sequence[Tensor]:
+            loss_and_gradient, _ = _run_step(trainer, shares_prompts)
+            return loss_and_gradient
+
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
         checks = [
@@ -111,8 +118,8 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
             *_check_labels(trainer, policy, pairs, bounds["labels"]),
         ]
         expected_step = _with_gradient(_reference_loss(policy, reference, pairs), policy.parameters())
-        checks += _compare("step", lambda: _run_step(trainer, False)[0], expected_step, bounds["step"])
-        checks += _compare("shared prompts", lambda: _run_step(trainer, True)[0], expected_step, bounds["step"])
+        checks += _compare("step", lambda: compute_step(shares_prompts=False), expected_step, bounds["step"])
+        checks += _compare("shared prompts", lambda: compute_step(shares_prompts=True), expected_step, bounds["step"])
         passed = all(check["ok"] for check in checks)
         milliseconds = _time_steps(trainer) if passed else {}
     device = config.device.type
@@ -166,7 +173,11 @@ def _draw_pairs(size: ModelSize, generator: torch.Generator) -> list[dict[str, l
 def _compare(
     name: str, compute_ours: Computation, expected: Sequence[Tensor], bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """Yield a check for our values and one for our gradient, if there is one. An exception is a failed check."""
+    """Yield a check of our values and, if there is one, a check of our gradient, by their relative distance.
+
+    compute_ours: If it raises an exception, the check has failed.
+    expected: The values and the gradient of the reference.
+    """
     failed = {"name": name, "error": None, "bound": bounds.values, "ok": False, "problem": None}
     try:
         ours = compute_ours()
@@ -254,7 +265,10 @@ def _check_labels(trainer: Any, policy: Any, pairs: Sequence[Pair], bounds: Chec
 def _check_head(
     size: ModelSize, config: CATTOConfig, generator: torch.Generator, bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """Check the head's target and rival log-probabilities on random hidden states, in the precision of training."""
+    """Check the head's target and rival log-probabilities on random hidden states, in the precision of training.
+
+    The reference is computed in float64 on the same inputs.
+    """
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     tokens = size.pairs * size.response_tokens
     hidden = torch.randn(tokens, size.width, generator=generator).to(dtype)
@@ -294,7 +308,11 @@ def _token_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int]
 
 
 def _reference_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tensor:
-    """Return the mean over pairs of DPO's loss (beta 0.1) + 0.1 x CATTO's term, using l(c, 1 - s) = 1 - l(c, s)."""
+    """Return the mean over pairs of DPO's loss (beta 0.1) + 0.1 x CATTO's term.
+
+    The term is l(c, s) on the chosen response plus l(c, 1 - s) on the rejected one, each averaged over tokens, with
+    l(c, s) = s (1 - c) + (1 - s) c. The code uses l(c, 1 - s) = 1 - l(c, s).
+    """
     losses = []
     for pair in pairs:
         log_ratios = []

@@ -74,6 +74,9 @@ class SupervisedConfig(TrainingArguments):  # type: ignore[misc]
 class SupervisedTrainer(MonitoredTrainer):
     """Trains with cross-entropy on the completions, optionally with label smoothing and RCFT's term.
 
+    The trainer installs our head in the model, and may switch its attention to FlexAttention. In `args` it sets
+    `remove_unused_columns` to False and the number of GPUs to at most one.
+
     Args:
         model: The model.
         args: The training arguments.
@@ -108,15 +111,10 @@ class SupervisedTrainer(MonitoredTrainer):
         self.bins = bins
         self.rcft_weight = rcft_weight
         self._step_samples: float | Tensor | None = None  # samples of the current step, averaged over processes
-        args.remove_unused_columns = False
+        args.remove_unused_columns = False  # rows are objects, which have no columns
         args._n_gpu = min(args.n_gpu, 1)  # one process uses one GPU: no DataParallel
         forward.install_head(model)
-        obstacle = forward.sharing_obstacle(model, args)
-        if args.padding_free and obstacle:
-            logger.warning("padding_free is off: %s", obstacle)
-        packed = obstacle is None and forward.try_flex_attention(model, args.device)
-        if args.padding_free is not None:
-            packed = obstacle is None and args.padding_free
+        packed = _choose_packing(model, args)
         callbacks: list[TrainerCallback] = [EvaluateAtEnd()]
         if bins is not None:
             callbacks.append(bins)
@@ -143,13 +141,13 @@ class SupervisedTrainer(MonitoredTrainer):
         output = forward.run_head(model, batch, extras)
         # Gradients are averaged over processes later, so the divisor is the number of tokens per process.
         tokens = max(len(batch.targets), 1)
-        if num_items_in_batch is not None:
+        if num_items_in_batch is not None:  # the tokens of the step, counted in one or in all processes
             counted_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             tokens = num_items_in_batch / counted_processes
         loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
         if self.bins is not None and output.labels is not None:
             samples_per_process = self._step_samples
-            if samples_per_process is None:
+            if samples_per_process is None:  # no training step has counted them
                 samples_per_process = len(batch.query_source)
             bin_accuracy = self.bins.to_tensor(like=loss)
             rcft_sum = rcft_loss(output.labels, bin_accuracy).sum()
@@ -169,6 +167,22 @@ class SupervisedTrainer(MonitoredTrainer):
         samples = sum(len(batch["names"]) for batch in batches)
         self._step_samples = self.mean_over_processes(samples, device)
         return batches, items
+
+
+def _choose_packing(model: Any, args: SupervisedConfig) -> bool:
+    """Return whether to pack rows: as `args.padding_free` says, or by default if the model uses FlexAttention.
+
+    Rows are never packed if the model cannot keep packed rows apart. In that case its attention is left unchanged.
+    """
+    obstacle = forward.sharing_obstacle(model, args)
+    if obstacle is not None:
+        if args.padding_free:
+            logger.warning("padding_free is off: %s", obstacle)
+        return False
+    uses_flex_attention = forward.try_flex_attention(model, args.device)
+    if args.padding_free is None:
+        return uses_flex_attention
+    return args.padding_free
 
 
 class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -202,6 +216,10 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
         logger.info("RCFT epoch %d: accuracy of the bins %s", epoch, self.accuracy)
 
     def _estimate_accuracy(self, model: Any) -> list[float | None]:
+        """Return the accuracy of the model's answers in each confidence bin; None for a bin without answers.
+
+        Raises ValueError if no answer has a confidence.
+        """
         all_confidences, all_correct = self.answers(model)
         confidence = []
         correct = []

@@ -89,6 +89,10 @@ def outcome_term(
             is weighted by the rate and y- by one minus the rate, and the mean is taken over pairs.
         config: The configuration, which names the score.
         target: Distributions to score against instead of gold, (M, K).
+
+    Returns:
+        The term. Its logs also contain the mean confidence of the most probable label, and how often that label is the
+        right one.
     """
     weights = None
     if rate is not None:

@@ -84,7 +84,13 @@ class Policy:
         self.extras = extras
 
     def __call__(self, *, labels: Tensor | None = None, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Run the batch through our head once. labels: (2 B, L), -100 at tokens that TRL's loss does not read."""
+        """Run the batch through our head once, keep its statistics, and return the output that TRL's loss reads.
+
+        Args:
+            labels: The token ids (2 B, L), -100 at tokens that TRL's loss does not read.
+            fused_lm_head: Set by TRL to use its own head; ignored.
+            **kwargs: The model's inputs. Only the router's option is used, since the batch contains the others.
+        """
         if labels is None:  # TRL's second, deprecated call, which asks for full logits
             return self.model(**kwargs)
         router_options = {}
@@ -92,7 +98,7 @@ class Policy:
             router_options["output_router_logits"] = kwargs["output_router_logits"]
         batch = self.batch.to(labels.device, non_blocking=True)
         output = forward.run_head(self.model, batch, self.extras, self.precision, **router_options)
-        self.batch = batch
+        self.batch = batch  # now on the device, where the calibration term reads it
         self.label_logprobs = output.labels
 
         # The scored tokens of the pairs come first, then those of the replayed responses.
@@ -101,7 +107,7 @@ class Policy:
         self.replayed = torch.split(output.stats.target[pair_tokens:], batch.lengths[pair_responses:])
 
         mask = labels[:, 1:] != -100
-        zeros = output.stats.target.new_zeros(mask.shape)
+        zeros = output.stats.target.new_zeros(mask.shape)  # one number per token of TRL's tensors
         place = batch.place[:pair_tokens].unbind(-1)
         self.stats = output.stats[:pair_tokens].map(lambda values: zeros.index_put(place, values))
         return make_fused_output(self.stats, mask, output.aux_loss)
@@ -149,24 +155,25 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         args = CATTOConfig.of(args)
         if outcome_examples and args.calibration_questions is not None:
             raise ValueError("outcome_examples and calibration_questions are both given: expected one of them")
-        for argument in (*more, *kwargs.values()):  # TRL reads the first row before it prepares the data
+        # Refuse empty datasets now, since TRL reads a dataset's first row even before it calls `prepare_pairs`.
+        for argument in (*more, *kwargs.values()):
             _refuse_empty(argument)
 
         # TRL's constructor prepares the data and may compute reference log-probabilities. Both need these attributes.
         self._arrangement: dict[str, bool] | None = None  # chosen at the first batch
-        self._padding_free = args.padding_free
+        self._padding_free = args.padding_free  # hidden in `args` while TRL's constructor runs
         self._step_pairs: float | Tensor | None = None  # pairs of the current step, averaged over processes
-        self._collated_mask: tuple[Tensor, int] | None = None  # and its version, which counts in-place changes
+        self._collated_mask: tuple[Tensor, int] | None = None  # the mask and its version, see `notice_inputs`
         self._stream: OutcomeStream | None = None
         if args.calibration_questions is None:
             self._stream = make_stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator")
-        if "data_collator" not in kwargs and more:
+        if "data_collator" not in kwargs and more:  # the next positional argument of DPOTrainer
             self._given_collator = more[0]
         self.validation = validation
         self.set_card(describe_objective(args))
         has_eval_dataset = kwargs.get("eval_dataset") is not None
-        only_evaluation_data = () if has_eval_dataset else validation
+        only_evaluation_data = () if has_eval_dataset else validation  # what `evaluate` reads if there is no dataset
         with hide_padding_free(args), allow_missing_dataset(args, only_evaluation_data):
             super().__init__(model, ref_model, args, *more, **kwargs)
 
@@ -284,7 +291,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         """
         _refuse_empty(dataset)
         dataset = self._tokenize_pairs(dataset, processing_class, args, name)
-        # All settings that change the reference log-probabilities of a row, which TRL caches.
+        # TRL caches the reference log-probabilities of a row by the dataset's fingerprint. These settings change the
+        # log-probabilities, and passing them to `number_row` makes them part of the fingerprint.
         settings = [args.max_length, args.truncation_mode, args.ld_alpha, repr(self._given_collator)]
         dataset = dataset.map(number_row, with_indices=True, fn_kwargs={"reference_settings": settings})
         if args.preference_tokens == "reasoning":
@@ -443,7 +451,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         Returns:
             The loss, and TRL's outputs or None.
         """
-        if KEY not in inputs:
+        if KEY not in inputs:  # only `PairCollator` adds it
             raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
         layout = self._find_layout(inputs)
         streamed: list[Example] = []
@@ -452,7 +460,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             streamed = self._stream.take_examples(self, pairs)
         policy = self._make_policy(model, layout, streamed)
         trl_inputs = self._make_trl_inputs(inputs)
-        if not self.precompute_ref_logps:
+        if not self.precompute_ref_logps:  # otherwise TRL's loss would compute them with its own head
             trl_inputs |= self._compute_references(inputs, layout)
         with self.read_references_from_batch(), self._take_out_sft() as sft_weight:
             result = self.compute_trl_loss(policy, trl_inputs, return_outputs)
@@ -460,7 +468,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         if sft_weight:
             loss = loss + sft_weight * sft_loss(policy.stats.target, inputs["completion_mask"])
         reads_pairs = self._stream is None
-        has_term = reads_pairs or bool(streamed)  # the stream is only used for training
+        has_term = reads_pairs or bool(streamed)  # in evaluation nothing is streamed, so a stream's term is left out
         if self.args.weight and has_term:
             loss = self._add_term(loss, policy, inputs, streamed, name_rows)
         return loss, outputs
@@ -474,6 +482,9 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         name_rows: Callable[[], str],
     ) -> Tensor:
         """Return the loss plus the weighted calibration term.
+
+        The term is a mean over the micro-batch. It is multiplied by the micro-batch's share of the step, since
+        micro-batches may differ in size.
 
         During evaluation the sum is only logged, as `total_loss`, and the loss is returned unchanged: `eval_loss` has
         the same meaning as in TRL.
@@ -525,6 +536,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             extras.append("log_doubt")
         if self.needs_squared_mass:
             extras.append("log_sum_sq")
+        # A mixture of experts' load-balancing loss belongs to TRL's loss, so streamed responses do not count in it.
         options = {"pad": self.data_collator.pad_token_id, "balanced": pair_rows, "tokens": layout.tokens}
         options |= self.arrangement()
         if streamed and args.calibration == "replay":
@@ -533,9 +545,9 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         elif streamed:
             rows = [*layout.rows, *(example.before_label() for example in streamed)]
             layout = lay_out_rows(rows, label_queries(streamed, pair_rows), pair_rows, **options)
-        elif args.calibration != "outcome":
+        elif args.calibration != "outcome":  # no other term reads the probabilities of the pairs' labels
             layout = layout.without_queries()
-        forward.install_head(self.accelerator.unwrap_model(model))
+        forward.install_head(self.accelerator.unwrap_model(model))  # no effect on `self.model`, which has the head
         return Policy(model, layout, args.head_precision, tuple(extras))
 
     def _compute_term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
