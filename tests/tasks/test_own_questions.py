@@ -199,7 +199,7 @@ def test_own_questions_replace_the_tasks_of_a_recipe_in_teach_and_train(tmp_path
     model, more = trained.out.splitlines()[-1], ("--no-reasoning", "--max-tokens", "4", "--out", tmp_path / "eval")
     asked = run(capsys, "eval", model, *own, *more)
     assert asked.code == 0, asked.err
-    assert "mine: test is cut from the one file by seed 0; test=FILE takes a whole file" in asked.out
+    assert "mine: test is cut from the only file by seed 0; to use a whole file, name it with test=FILE" in asked.out
     folder = Path(taught.out.splitlines()[0].partition(": ")[2])
     seen = {row.question for row in read_records(folder / "outcome.jsonl", SftRow)}
     tested = {one.question for one in read_records(tmp_path / "eval" / "predictions.jsonl", Prediction)}

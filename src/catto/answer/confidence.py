@@ -136,7 +136,7 @@ def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
     kept = turn[:end].rstrip()
     think_tags = [tag.name for tag in tags if tag.end <= end and tag.name.endswith("think")]
     is_reasoning_open = bool(think_tags) and think_tags[-1] == "think"
-    ending = render_completion(None, None)
+    ending = render_completion(None, None)  # without reasoning and label, this is the opening of an answer
     if is_reasoning_open:
         ending = "</think>\n" + ending
     if kept:
@@ -229,10 +229,17 @@ def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
     """Turn the scores at a label's position into an answer: the written label, or else the most probable one.
 
+    A label is written by the tokens of its path. Its log-probability is the sum over these tokens, each after the
+    tokens before it.
+
     Args:
         question: The question.
-        position: The label's position, and the tokens of every label there.
-        scores: The scores at all points that `position` lists.
+        position: The label's position, and the path of every label there.
+        scores: The scores at each point of `position.list_scoring_points()`, where a point is a position in a path and
+            the tokens that are possible there.
+
+    Returns:
+        The answer, with the log-probabilities of all labels if every label has a path.
     """
     logprobs_after = {}
     for point, score in scores.items():
@@ -256,7 +263,9 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
 
 
 def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration]:
-    """Add the scores of its label to each response, so that `read_token_answers` needs no model later.
+    """Score the labels at the answer of each response and store the scores with it.
+
+    `read_token_answers` then needs no model later.
 
     Args:
         engine: The engine that has just generated the responses.
@@ -264,13 +273,14 @@ def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration
 
     Returns:
         One generation for each case. It has no scores if the response has no position to score, for example because
-        its engine exchanges text only.
+        the engine exchanges only text.
     """
     generations = []
     for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
         generation = case.generation
         labels = []
         for point, score in scored.scores.items():
+            # The prefix repeats most of the response, so only its length there and the tokens after that are stored.
             kept = count_common(generation.token_ids or (), point.prefix)
             added = point.prefix[kept:]
             labels.append(LabelScores(**dict(score), kept=kept, added=added, candidates=point.candidates))
@@ -288,9 +298,12 @@ class _ScoredPosition(NamedTuple):
 def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosition]:
     """Score the label of each response: use the scores that are stored with it, and compute the rest in one call.
 
-    Stored scores are valid for the same tokens and the same candidates, whichever parser version found that position.
-    A response has neither position nor scores if its engine has no tokenizer or its question no labels. The same holds
-    if its prompt leaves no room for an answer.
+    A label that needs several tokens is scored at several points, one for each token. A stored score is used if its
+    prefix and candidates equal those of a point, even if an older version of the parser found that point.
+
+    Returns:
+        For each case, the position of the label and the scores at its points. The position is None and there are no
+        scores if the engine has no tokenizer, the question has no labels, or the prompt leaves no room for an answer.
     """
     positions = []
     stored_scores = []
@@ -305,7 +318,7 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
         for point in _list_points(position):
             if point not in stored:
                 contexts.append(_make_context(case, point))
-    # In the order of `contexts`, in which the second loop visits the points too.
+    # The loop below visits the points in the same order, so it takes the new scores one after the other.
     new_scores = iter(engine.score(contexts) if contexts else ())
     scored = []
     for position, stored in zip(positions, stored_scores, strict=True):
@@ -433,6 +446,7 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
         refused, or it cannot be continued.
     """
     text = case.generation.text
+    # `label_logprobs` is None unless the log-probabilities of all labels are known.
     lacks_other_labels = isinstance(answer, Answer) and answer.label_logprobs is None
     gives_more_candidates = engine.max_candidates > engine.top_logprobs
     if answer is NO_ANSWER:
@@ -452,7 +466,7 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
         sample=case.generation.sample,
         messages=(*case.chat, Message(role="assistant", content=prefix)),
         max_tokens=1,
-        begun=True,
+        begun=True,  # the server continues the last message instead of beginning a new one
     )
 
 
@@ -465,11 +479,12 @@ def read_reply(case: Case, continuation: Generation | Refusal | None = None) -> 
             label it adds the log-probabilities of other labels. Without an answer it provides the most probable label.
 
     Returns:
-        The answer; a refusal if the label's log-probability cannot be read.
+        The answer; `NO_ANSWER` if neither the reply nor its continuation gives one. A refusal if the log-probability of
+        the written label cannot be read, or if there is no written label and the continuation was refused.
     """
     next_candidates: Mapping[str, float] = {}
     if isinstance(continuation, Generation) and continuation.tops:
-        _, next_candidates = continuation.tops[0]
+        _, next_candidates = continuation.tops[0]  # a continuation is a single token
     written = _find_written_label(case)
     if isinstance(written, Refusal):
         return written
@@ -516,7 +531,7 @@ def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
         forms=restyle_labels(case.question.labels, parsed.label, text[label_start:label_end]),
     )
     rival = _find_ambiguous_rival(written)
-    if rival is not None:
+    if rival is not None:  # the token's probability is that of both labels together
         shared = token.text[label_start - token.start :]
         reason = f"labels {parsed.label!r} and {rival!r} begin with the same token {shared!r}"
         return Refusal(refused=reason, question=generation.question, sample=generation.sample)
@@ -605,19 +620,22 @@ def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, flo
 def read_label_logprobs(
     forms: Mapping[str, str], candidates: Mapping[str, float], lead: str = "", after: str = ""
 ) -> dict[str, float]:
-    """Read the log-probability of each label: that of the most probable candidate token with which it begins.
+    """Read the log-probability of each label from the candidates for the token in which a label begins.
 
-    A label is left out if it begins with no candidate, or shares its token with a different label. A token that is a
-    complete label (`no`) does not count for another label that has a longer candidate (`not` of `not sure`).
+    A label has the log-probability of the most probable candidate that is its beginning. If a candidate is a complete
+    label (`no`) and a different label has a longer candidate (`not` for `not sure`), the complete label does not count
+    for the different one.
 
     Args:
         forms: Label -> as it would be written.
         candidates: Token text -> log-probability.
-        lead: Text before the label in its token.
+        lead: Text before the label in its token. Candidates with a different lead do not count, such as " A" without a
+            lead.
         after: Text after the label in its token.
 
     Returns:
-        Label -> log-probability.
+        Label -> log-probability. A label is left out if no candidate is its beginning, or if a different label has the
+        same candidate.
 
     Example:
         >>> read_label_logprobs({"a": "A", "b": "B", "c": "C"}, {"A": -1.0, " A": -0.5, "B": -1.5})

@@ -97,11 +97,14 @@ class Choices(NamedTuple):
 
 
 def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = None) -> Choices:
-    """Fold the labels and option texts of a question.
+    """Fold the labels and option texts of a question for comparison, as `flatten_text` folds a response.
 
     Args:
         labels: The question's labels.
         option_texts: The options' texts in the order of `labels`; None if they are unknown.
+
+    Returns:
+        The folded labels and texts, and the maximum length of a text that can match a form.
 
     Raises:
         ValueError: The number of option texts differs from the number of labels.
@@ -110,6 +113,7 @@ def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = Non
     for label in labels:
         flat, _ = flatten_text(label)
         folded = compose_marks(flat.strip())
+        # Labels that differ only in case have the same folded text.
         labels_by_folded[folded] = (*labels_by_folded.get(folded, ()), label)
     texts: dict[str, str] = {}
     longest = max(map(len, labels), default=0)
@@ -178,7 +182,10 @@ def compose_marks(flat: str) -> str:
 
 
 def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
-    """Read the label that a part of a text gives: as a whole, or with the same label on every line. Linear time.
+    """Read the label from a part of a text that matches a written form, such as "(B)" or "The answer is B".
+
+    Either the whole part must match a form, or every line of it must match one with the same label. This takes linear
+    time.
 
     Args:
         text: A response.
@@ -310,12 +317,14 @@ class FormReader:
         return self.read_between(0, len(self.flat))
 
     def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
-        """Read the label that is left without formatting and leads, alone or with its option's text.
+        """Remove formatting and leads such as "The answer is", and read what is left.
+
+        That must be a label, alone or with its option's text.
 
         Args:
             i: Start of the part.
             j: End of the part.
-            inside_group: Whether quotes, brackets or other marks enclose the part, and an option's text follows them.
+            inside_group: Whether the part is enclosed in marks that an option's text follows: the B of "(B) the dog".
 
         Returns:
             The label; None if the part matches no form.
@@ -337,9 +346,13 @@ class FormReader:
         return reading._replace(states_answer=bare.states_answer or reading.states_answer)
 
     def remove_formatting_and_leads(self, i: int, j: int) -> BareText:
-        """Remove formatting, leads such as "The answer is" and a final "is correct", until only a label is left."""
+        """Remove formatting, leads such as "The answer is" and a final "is correct", until only a label is left.
+
+        Returns:
+            What is left after at most `MAX_LAYERS` steps, and what the removed parts say about it.
+        """
         states_answer = False
-        has_colon = True
+        has_colon = True  # a colon is missing only after a lead
         leads = 0
         reading = None
         for _ in range(MAX_LAYERS):
@@ -536,19 +549,23 @@ class Group(NamedTuple):
 
 
 def find_group(flat: str, i: int, j: int) -> Group | None:
-    """Find the group that opens at i: markdown, quotes, brackets or a LaTeX command.
+    """Find the group that opens at index i of flat[i:j]: markdown, quotes, brackets or a LaTeX command.
 
-    Brackets of the same kind inside the group are skipped, up to `MAX_LAYERS`. None if no mark opens at i, or its
-    closing mark is missing.
+    Brackets of the same kind inside the group are skipped, up to `MAX_LAYERS`.
+
+    Returns:
+        The group; None if no mark opens at i, or its closing mark is missing.
     """
     for opening, closing in PAIRS:
         if not flat.startswith(opening, i, j):
             continue
+        # Any opening brace needs its own "}", also inside "\boxed{".
         inner_opening = "{" if closing == "}" else opening
         can_nest = inner_opening != closing
         start = i + len(opening)
         end = flat.find(closing, start, j)
         for _ in range(MAX_LAYERS):
+            # The mark at `end` closes an inner group if more groups were opened than closed before it.
             closes_inner = can_nest and flat.count(inner_opening, start, end) > flat.count(closing, start, end)
             if end < 0 or not closes_inner:
                 break

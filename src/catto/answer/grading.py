@@ -96,9 +96,13 @@ def _fold_punctuation(flat: str) -> str:
 
 
 def _fold_mark(before: str, character: str, after: str) -> str:
-    """Return the replacement of a character in a normalised answer, given its neighbours (empty at the ends)."""
+    """Return what replaces a character in a normalised answer, given its neighbours (empty at the ends).
+
+    Letters, digits and symbols are kept. Most punctuation becomes a space, but quotation marks and the dots of
+    abbreviations are removed, so that "U.S." equals "US". Marks that are part of a number or a name are kept.
+    """
     if character in DASHES:
-        is_minus = not before.isalnum() and (after.isdigit() or after in (*CURRENCY_SIGNS, "."))
+        is_minus = not before.isalnum() and (after.isdigit() or after in (*CURRENCY_SIGNS, "."))  # -5, -$5, -.5
         is_suffix = before.isalnum() and not after.strip()  # blood type A-
         return "-" if is_minus or is_suffix else " "
     is_punctuation = unicodedata.category(character).startswith("P")
@@ -108,11 +112,11 @@ def _fold_mark(before: str, character: str, after: str) -> str:
     if character == ".":
         if not after.isdigit():
             return ""
-        return " " if before.isalpha() else "."
+        return " " if before.isalpha() else "."  # "no.5" has two words; 1.5 and .5 are numbers
     if character in QUOTES:
-        return " " if is_between_digits else ""
+        return " " if is_between_digits else ""  # the digits of 5'11 must not be joined
     if character == "/":
-        return "/" if is_between_digits else " "
+        return "/" if is_between_digits else " "  # the fraction 3/4, but "and/or"
     if character == "&":
         return " and "
     if character in "%#":
@@ -337,7 +341,8 @@ def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReadi
         rest: The text after the number.
 
     Returns:
-        The number with its unit. None if the rest is neither a scale nor a unit: the text is then not a number.
+        The number with its unit, which is that of the currency or of the first word. None if the rest is neither a
+        scale nor a unit, or if it may be either: the text is then not a number.
     """
     words = _split_unit_words(rest)
     if words is None:

@@ -103,9 +103,10 @@ def parse_response(
         cut: Whether the response reached its token limit. An unfinished last line is then not read.
 
     Returns:
-        The reasoning, and the label with its span in the text. Without an answer, only the reasoning is set. The
-        reasoning is the text between the think tags, either of which may be missing. If it is empty, the text between
-        it and the answer counts as the reasoning.
+        The reasoning, and the label with its span in the text. The source is `free` for an answer in `<answer>` and
+        `plain` for one without that tag. Without an answer, only the reasoning is set. The reasoning is the text
+        between the think tags, either of which may be missing. If it is empty, the text between it and the answer
+        counts as the reasoning.
 
     Example:
         >>> parse_response("<think>so</think><answer>(B)</answer>", ("A", "B")).label
@@ -144,7 +145,8 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
 
     Args:
         text: The response.
-        cut: Whether the response reached its token limit. An answer that was not closed is then not read.
+        cut: Whether the response reached its token limit. An unclosed answer with an unfinished last line is then not
+            read.
 
     Returns:
         The text without surrounding white space. None if there is no such block, it is empty, or an earlier block was
@@ -246,8 +248,8 @@ def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
     """Find where the response ends and the next turn begins: at an end-of-turn token or a line such as "Question:".
 
     Such a marker counts if a closed answer precedes it, or if neither `</think>` nor `<answer>` follows it. It never
-    counts inside the reasoning or inside a closed answer. Nor does a line such as "Question:" that nothing precedes:
-    there the response restates the question.
+    counts inside the reasoning or inside a closed answer. Nor does a line such as "Question:" with no text between it
+    and the tag before it, or the beginning: there the response restates the question.
 
     Args:
         text: The response.
@@ -302,7 +304,7 @@ def _find_turn_markers(text: str, tags: Sequence[Tag]) -> Iterator[_TurnMarker]:
             match=match,
             previous_tag_end=tags[tags_before - 1].end if tags_before > 0 else 0,
             is_in_reasoning=is_reasoning,
-            is_in_answer=is_answer_open and is_next_tag_closing,
+            is_in_answer=is_answer_open and is_next_tag_closing,  # an answer that is never closed may end here
             follows_answer=has_closed_answer,
         )
 
@@ -371,11 +373,14 @@ def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReadin
     """Read a response whose body has no `<answer>`: the whole text after the reasoning, or else its last line.
 
     A last line that states the answer is read unless an earlier line states a different one. A last line that only
-    names a label is read only after a complete sentence or under a lead, since it may be the end of a list or sentence.
-    None if there is no such answer, the reasoning never ends, or text follows a lone `</answer>`.
+    names a label may be the end of a list or sentence. It is read only after a complete sentence or under a lead, a
+    line such as "Final answer:".
+
+    Returns:
+        The label. None if there is no such answer, the reasoning never ends, or text follows a lone `</answer>`.
     """
     start, end = find_body(text, tags)
-    is_reasoning_unfinished = end < len(text)
+    is_reasoning_unfinished = end < len(text)  # the body ends early only at a `<think>` that is never closed
     if is_reasoning_unfinished:
         return None
     # The body has no think tags, and the caller found no `<answer>` in it, so any tag in it is `</answer>`.

@@ -44,11 +44,12 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
     Args:
         text: The response.
         grade: How answers to the question are compared.
-        cut: Whether the response reached its token limit. An unfinished answer is then not read.
+        cut: Whether the response reached its token limit. Then an answer without `<answer>` is not read, nor is an
+            unclosed one with an unfinished last line.
 
     Returns:
-        The answer. It is `NO_SHORT_ANSWER` also if the text is too long for an answer or cannot be compared: with the
-        grade `number`, the text must be a single number.
+        The text of the answer, and a key that is the same for all equal answers. `NO_SHORT_ANSWER` if there is none, if
+        it is too long, or if it cannot be compared: with the grade `number`, it must be a single number.
 
     Example:
         >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", "number")

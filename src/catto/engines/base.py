@@ -119,7 +119,9 @@ class Engine(Protocol):
 
 
 def find_stop_end(text: str, stops: Collection[str]) -> int | None:
-    """Find where the first stop text ends. If `</answer>` is a stop text, stop texts in the reasoning do not count.
+    """Find where the first stop text ends.
+
+    If `</answer>` is a stop text, stop texts in the reasoning do not count, because reasoning may quote an answer.
 
     Args:
         text: A response, possibly unfinished.

@@ -190,7 +190,7 @@ def counts_padding(network: Any) -> bool:
 
 
 def last_logits(network: Any, hook: HeadHook, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits after the last token of each sequence, (B, V) in fp32, from one forward without a cache.
+    """Return the logits after the last token of each sequence, (B, V) in fp32, from one forward pass without a cache.
 
     Sequences are padded on the right. A causal model never attends to the right, so the padding needs no mask. The hook
     selects the positions, since `logits_to_keep` of Transformers 5.19 keeps the same positions in every row.
@@ -377,7 +377,7 @@ class CachedBatch:
         self._mask = mask
         mask_arguments: dict[str, Tensor] = {}
         if mask is not None:
-            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)
+            positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)  # padding before the first token would have -1
             new_tokens = ids.shape[1]
             mask_arguments["attention_mask"] = mask
             mask_arguments["position_ids"] = positions[:, -new_tokens:]
@@ -389,7 +389,7 @@ class CachedBatch:
                 self._past[name] = output[name]
         if not self._past:
             raise ValueError(f"{type(self._network).__name__} returns no cache to continue from")
-        (self._cache,) = self._past.values()
+        (self._cache,) = self._past.values()  # a model returns its cache under one of the names
         self.logits = _check_finite(output.logits[:, -1])
         self.states = self._hook.states[:, -1]
 
@@ -483,7 +483,7 @@ def decode_responses(
             drawn = zip(unfinished, tokens.tolist(), logprobs.tolist(), batch.states, strict=True)
             for response, token, logprob, state in drawn:
                 if response.request.keep_states:
-                    response.states.append(state)
+                    response.states.append(state)  # the hidden state from which this token was drawn
                 if token in eos:
                     response.finish_reason = "stop"
                 else:

@@ -131,10 +131,11 @@ def _join_spaces(text: str) -> str:
 
 
 def _replace_quotations(line: str, prompt: str) -> str:
-    """Replace every quotation of at least 20 characters from the prompt; stop after 300 characters of result.
+    """Replace every quotation of at least 20 characters from the prompt by `[prompt]`.
 
-    Searching a prompt of 1 MB takes about 10 ms. If the second half of the next 20 characters is not in the prompt, no
-    quotation can begin in the first half, so that is skipped.
+    The result ends after at least 300 characters, because no more are shown. Searching a prompt of 1 MB takes about
+    10 ms, so the search skips ahead. If characters 11 to 20 from here are not in the prompt, no quotation begins at
+    characters 1 to 11, because it would contain them.
     """
     half = MIN_QUOTED_CHARS // 2
     kept = ""
@@ -287,27 +288,34 @@ class ReplyText(NamedTuple):
 
 
 def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
-    """Return a completion up to and including the first stop text, or the whole completion if it has none.
+    """Cut a completion after the first stop text, and read the log-probabilities of the tokens that are left.
 
     Args:
         choice: The completion.
         stop: The stop texts.
+
+    Returns:
+        The text up to and including the first stop text, or the whole text if it has none. For each token that begins
+        in this text, its candidates with their log-probabilities, and the mean log-probability of these tokens. Both
+        are None if the server returned no log-probabilities.
     """
     full_text = choice.message.text
     text = full_text[: find_stop_end(full_text, stop)]
     tokens = choice.tokens or ()
     tokens_make_up_text = full_text in "".join(token.token for token in tokens)
-    if not tokens_make_up_text:
+    if not tokens_make_up_text:  # the server may log an incomplete text for a part of a character
         tokens = _decode_token_bytes(tokens)
     logged_text = "".join(token.token for token in tokens)
     starts = [0, *accumulate(len(token.token) for token in tokens)]
+    # Servers may also log tokens that are not in the text: those of separate reasoning, and the end of the turn.
     text_start = _find_text_start(logged_text, full_text, starts)
-    # A one-token reply may have an empty text, and its candidates are needed all the same.
-    keeps_all = not text
+    # A request for one token may be answered with the end of the turn. The text is then empty, but the candidates are
+    # needed all the same.
+    is_text_empty = not text
     kept = []
     for token, start in zip(tokens, starts, strict=False):  # `starts` also has the end of the last token
         is_in_text = text_start <= start < text_start + len(text)
-        if keeps_all or is_in_text:
+        if is_text_empty or is_in_text:
             kept.append(token)
     if not kept:
         return ReplyText(text, None, None)

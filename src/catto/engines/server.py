@@ -170,7 +170,8 @@ class ServerEngine(Engine):
             raise ValueError(f"top_logprobs is {top_logprobs}, expected 0 to {MAX_TOP_LOGPROBS}")
         if concurrency < 1 or max_retries < 0 or timeout <= 0 or deadline <= 0:
             raise ValueError("expected concurrency >= 1, max_retries >= 0, timeout > 0 and deadline > 0")
-        # Settings that do not affect the replies are not part of the name: neither the version nor the concurrency.
+        # The name is stored with every prediction. It contains neither the version nor settings such as the
+        # concurrency, because these do not affect the replies.
         self.name = "server"
         self.model = model_name(model)  # the name that is stored and shown
         self.served_name = model  # the name on the server, which may be a path
@@ -200,7 +201,7 @@ class ServerEngine(Engine):
         self._secrets = sorted((self._key, basic, *(login or ()), *hidden), key=len, reverse=True)
         self._http_options: Any = {"headers": _make_headers(self._key, basic), "follow_redirects": True}
         self._has_warned_of_temperature = False
-        self._has_replied = False
+        self._has_replied = False  # until then, a failed connection means that there is no server
         self._exhausted_in_a_row = 0  # requests that ran out of retries, with no reply between them
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation | Refusal]:
@@ -309,8 +310,8 @@ class ServerEngine(Engine):
         )
         twin = copy.copy(self)
         twin.top_logprobs = top_logprobs
-        twin.max_candidates = top_logprobs
-        twin.scales_logprobs = False
+        twin.max_candidates = top_logprobs  # is used instead of `top_logprobs` if `text` is not empty
+        twin.scales_logprobs = False  # otherwise temperatures other than 0 and 1 would be refused
         twin.max_retries = min(self.max_retries, PROBE_RETRIES)
         return next(iter(twin.generate([request])))
 
@@ -325,9 +326,10 @@ class ServerEngine(Engine):
         per_token = self.top_logprobs or MAX_TOP_LOGPROBS  # with 0, candidates are requested for labels only
         accepted = self._find_accepted_candidates(per_token)
         is_scaled = self._are_logprobs_scaled(accepted)
-        # The candidates include the drawn token, which may come on top of the requested number.
+        # The drawn token is among the candidates and may come on top of the requested number.
         received = min(len(accepted.logprobs), accepted.requested)
-        # Never fewer for a label than for other tokens, and never more than the server accepts.
+        # For a label, later requests ask for as many as the server returned here, but for no fewer than for other
+        # tokens and for no more than it accepts.
         wanted = max(received, per_token)
         self.max_candidates = min(wanted, accepted.requested)
         self.top_logprobs = min(self.top_logprobs, accepted.requested)
@@ -563,6 +565,7 @@ class ServerEngine(Engine):
         reply_text = cut_after_stop(choice, request.stop)
         model = model_name(reply.model or self.served_name)
         is_thinking = message.separate_reasoning is not None
+        ignores_temperature = is_thinking and self._is_deepseek_service(model)
         return Generation(
             question=request.question,
             sample=request.sample,
@@ -574,7 +577,7 @@ class ServerEngine(Engine):
             tokens=reply.completion_tokens,
             finish_reason=choice.finish_reason,
             model=model,
-            temperature_acts=not (is_thinking and self._is_deepseek_service(model)),
+            temperature_acts=not ignores_temperature,
         )
 
     def _is_deepseek_service(self, model: str) -> bool:

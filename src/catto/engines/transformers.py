@@ -126,7 +126,7 @@ class TransformersEngine(Engine):
             response = self._begin_response(request)
             responses_by_prompt.setdefault(response.prompt, []).append(response)
         decode = partial(decode_ids, self.tokenizer)
-        equal_lengths = counts_padding(self.network)
+        equal_lengths = counts_padding(self.network)  # then padding would change the tokens
         for batch in pack_batches(responses_by_prompt.values(), self.batch_size, equal_lengths):
             missing = [response for response in batch if response.request.key not in done]
             if not missing:
@@ -256,14 +256,16 @@ def _fits_batch(
 
 
 def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> list[Scores]:
-    """Compute the log-probabilities of each row's candidates, and its log-sum-exp at every temperature of the grid.
+    """Compute the log-probabilities of each row's candidates, and the row's log-sum-exp at the temperatures `TAU_GRID`.
+
+    With the log-sum-exp, a stored confidence can be rescaled to a different temperature later.
 
     Args:
         logits: (B, V) in float64.
         candidates: Token ids to score in each row.
 
     Returns:
-        The scores of each row.
+        The scores of each row. Its log-sum-exp is relative to its largest logit divided by the temperature.
 
     Raises:
         ValueError: A candidate is negative or not below V.

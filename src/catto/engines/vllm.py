@@ -111,15 +111,17 @@ def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -
         request: The request.
         output: The `RequestOutput`.
         tokenizer: The model's tokenizer.
-        model: Name of the model in the record.
+        model: Name of the model that is stored with the response.
     """
     response = output.outputs[0]
     ids = list(response.token_ids)
-    # `stop_reason` is the stop text, or the end token if the model has several and this is not the tokenizer's.
+    # A model may have end tokens besides the tokenizer's; `stop_reason` is then the id of the one that was drawn. It is
+    # the stop text if the response ended at one.
     if ids and ids[-1] in (tokenizer.eos_token_id, response.stop_reason):
         ids.pop()
     text = decode_ids(tokenizer, ids)
     logprobs = []
+    # The end token that was dropped has a log-probability too, at the end.
     for token, candidates in zip(ids, response.logprobs or (), strict=False):
         logprobs.append(candidates[token].logprob)
     return Generation(

@@ -209,12 +209,13 @@ class FieldMap:
     def infer_style(self, rows: Iterable[SourceRow]) -> InferredStyle:
         """Find the answer style that fits all rows: the first in the order of `Style` if several do.
 
-        Without rows, this is `label`. A row whose answer is one of `skip` fits every style. If the map or a row gives
+        A style says what the answers are: labels, indices or texts of options, or truth values (see `MEANING`).
+        Without rows, it is `label`. A row whose answer is one of `skip` fits every style. If the map or a row gives
         labels and all answers are labels, the style is `label`, even if others would fit.
 
         Returns:
             The map with that style. If several styles fit but mean different options in some row, also an error that
-            says so, for the caller to raise.
+            says so. It is not raised here, since a caller that passes only the first rows may ignore it.
 
         Raises:
             DataError: No style fits all rows, or a row has no valid options or no answer.
@@ -350,7 +351,8 @@ class FieldMap:
         Args:
             raw: The row.
             options: Its options.
-            styles: The styles to try. All of them fit if the answer is marked or is one of the columns in `options`.
+            styles: The styles to try. All of them fit if the answer marks the right option with a 1 and every other
+                with a 0, or if it is one of the columns in `options`.
 
         Returns:
             Each style that fits, in the order of `styles` -> the index of the option that the answer means in this
@@ -377,7 +379,7 @@ class FieldMap:
             matches = self._find_options(answer, style, options)
             if matches:
                 gold_by_style[style] = matches[0]
-            # If there are several styles, a different one may still distinguish the two options.
+            # Two options may have the same text. If there are several styles, a different one may distinguish them.
             if len(styles) == 1 and len(matches) > 1:
                 raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not gold_by_style:

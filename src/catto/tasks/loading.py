@@ -196,6 +196,7 @@ def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
         if split in cut_from_other_split:
             continue
         for pattern in (*task.patterns.get(split, ()), *_USUAL_FILE_NAMES[split]):
+            # `find_suffix` is empty for a file whose format cannot be read.
             matches = [path for path in sorted(folder.glob(pattern)) if path.is_file() and find_suffix(path)]
             if matches:
                 parts[split] = [RowFile(str(path), path) for path in matches]
@@ -311,8 +312,8 @@ def load_questions(
 ) -> Loaded:
     """Load the questions of one split: from `files`, else from those found in `data_dir`, else from the hub.
 
-    Training questions are streamed in the order of the file. With `limit`, and for validation and test, questions are
-    in the seed's random order. Which questions are chosen never depends on the order of the rows.
+    Without `limit`, training questions are streamed in the order of the file. All other questions are in the seed's
+    random order. Which questions are chosen never depends on the order of the rows.
 
     Args:
         task: A name in TASKS, a task, or the path of a YAML file that describes the user's own questions.
@@ -320,7 +321,8 @@ def load_questions(
         seed: Seed of the splits.
         data_dir: A folder with local copies of the task's files.
         files: Split -> a path or glob, or several.
-        limit: Maximum number of questions; None for all training questions, or the task's own sample size.
+        limit: Maximum number of questions. None means all training questions, or as many validation or test questions
+            as the task's own sample size.
 
     Returns:
         An iterator over the questions, with a report that is updated as they are read.
@@ -447,9 +449,9 @@ class QuestionLoader:
             if splits_without_file:
                 self.cut = cut
                 is_users_file = self.task.files is not None
-                if is_users_file and self.split in cut.shares:
-                    whole = f"{self.split}=FILE takes a whole file"
-                    self.report.notes.append(f"{self.split} is cut from the one file by seed {self.seed}; {whole}")
+                if is_users_file and self.split in cut.shares:  # the user may not know that this loads a part only
+                    remedy = f"to use a whole file, name it with {self.split}=FILE"
+                    self.report.notes.append(f"{self.split} is cut from the only file by seed {self.seed}; {remedy}")
                 return
         if "train" in available and missing:
             shares = dict.fromkeys(missing, _HELD_OUT_SHARE)
@@ -478,7 +480,7 @@ class QuestionLoader:
         """
         pools: dict[Split, list[SplitEntry]] = {}
         for split in _HELD_OUT:
-            origin = self._origin_of(split)
+            origin = self._origin_of(split)  # the split whose files contain these rows
             if origin not in pools:  # both splits may be cut from the same file
                 pools[origin] = self._read_entries(origin)
         held_out = splits.collect_held_out(

@@ -187,7 +187,7 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
 
     Args:
         fields: Part of the map -> the names of its fields in the file.
-        style: What the answer is; None if this is still to be inferred.
+        style: The style of the answers, as in `from_file`; None if it is still to be inferred.
         labels: The labels that answers use, in the order of the options; `labels` in `fields` takes precedence.
 
     Raises:
@@ -481,7 +481,11 @@ def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
 
 
 def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bool) -> DataError:
-    """Return the error for rows that no proposed map fits, with the likeliest cause."""
+    """Return the error for rows that no proposed map fits, with the likeliest cause.
+
+    That is one of these: a row contains several questions, a column joins all wrong options by semicolons, the answers
+    are in a different file, or the names of the fields are unknown.
+    """
     for value in values.values():
         if _holds_several_questions(value):
             lists = []
@@ -489,11 +493,11 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
                 if isinstance(other, list) and len(other) == len(value):
                     lists.append(name)
             problem = f"{join_names(lists)} are lists of {len(value)}"
-            return DataError(file, 1, f"{problem}: a row contains several questions, write one row for each")
+            return DataError(file, 1, f"{problem}: a row contains several questions; write one row for each")
     for name, value in values.items():
         is_joined_list = isinstance(value, str) and ";" in value
         if is_joined_list and _WRONG.search(name):
-            message = f"{name}: several options in one text, write a list or one column per option"
+            message = f"{name}: several options in one text; write a list or one column per option"
             return DataError(file, 1, message)
     names = join_names(list(values))
     if not has_answer_file and not _usual_fields(values, "answer"):

@@ -110,7 +110,9 @@ def _normalize(weights: Sequence[float]) -> list[float]:
 
 
 def generate_sums(split: Split, n: int | None, *, seed: int) -> Iterator[Question]:
-    """Generate questions. A longer run begins with the questions of a shorter one.
+    """Generate questions for the sum of two quantities, given readings of both.
+
+    A longer run begins with the questions of a shorter one.
 
     Args:
         split: The split; no set of readings is in two splits.
@@ -129,10 +131,11 @@ def generate_sums(split: Split, n: int | None, *, seed: int) -> Iterator[Questio
 
 
 def _draw_sum(question_id: str, split: Split) -> Question:
-    """Draw the quantities and their readings until the readings belong to the split."""
+    """Draw a question: both quantities and their readings, until the text of the readings belongs to the split."""
     draws = random.Random(int.from_bytes(digest(question_id), "big"))
     while True:
-        values = [int(draws.random() * len(SCALE)) for _ in QUANTITIES]
+        # `random` returns the same numbers in every version of Python.
+        values = [SCALE[int(draws.random() * len(SCALE))] for _ in QUANTITIES]
         readings = _draw_readings(draws, values)
         text = "\n".join(str(reading) for reading in readings)
         # The split depends on the readings alone, so Bayes' rule still gives P(sum | readings).
@@ -195,10 +198,10 @@ def likeliest_sum(question: Question) -> str:
 
 
 def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple[str, str]:
-    """Answer as the built-in teacher.
+    """Answer a question as the built-in teacher.
 
-    The sum is drawn from p^(1/T), normalised. The reasoning then states a value for each quantity, drawn from the
-    posterior given that sum.
+    The sum is drawn from p^(1/T), normalised, where p is its posterior given the readings. The reasoning then states a
+    value for each quantity, drawn from the posterior given that sum.
 
     Args:
         question: A question of this world.

@@ -175,10 +175,11 @@ def _runs_of_category(categories: str) -> re.Pattern[str]:
 
 
 def normalise_text(text: str) -> str:
-    """Fold case, width, composition, white space and punctuation.
+    """Normalise a text, so that equal contents have equal hashes.
 
-    Symbols stay, since `~P` and `P`, or 2 > 1 and 2 < 1, differ. A text of punctuation alone stays too, without its
-    white space.
+    Case, full and half width, composed and separate accents, white space and punctuation are ignored. Symbols are kept,
+    since `~P` and `P`, or 2 > 1 and 2 < 1, differ. A text of nothing but punctuation only
+    loses its white space.
 
     >>> normalise_text("The  Cat\\nsat.")
     'the cat sat'

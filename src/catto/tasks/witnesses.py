@@ -96,7 +96,9 @@ def generate_questions(
     witnesses: int = 4,
     reliabilities: Sequence[float] = RELIABILITIES,
 ) -> Iterator[Question]:
-    """Generate questions. A longer run begins with the questions of a shorter one.
+    """Generate questions for the box that contains a coin, given the statements of witnesses.
+
+    A longer run begins with the questions of a shorter one.
 
     Args:
         split: The split; no set of statements is in two splits.
@@ -194,10 +196,10 @@ def bayes_answer(question: Question) -> str:
 
 
 def respond(question: Question, temperature: float, seed: int) -> tuple[str, str]:
-    """Answer as the built-in teacher.
+    """Answer a question as the built-in teacher.
 
-    The label is drawn from p^(1/T), normalised. The reasoning then quotes witnesses in their order, mostly those who
-    name the label, and does not state the answer itself.
+    The label is drawn from p^(1/T), normalised, where p is its posterior given the statements. The reasoning then
+    quotes witnesses in their order, mostly those who name the label, and does not state the answer itself.
 
     Args:
         question: A question of this world.
