@@ -130,6 +130,9 @@ def test_training_reads_one_token_and_says_so() -> None:
     assert decode_ids(tokenizer, ids[:index]).rstrip("\ufffd").endswith("<answer>\n")
     with pytest.raises(ValueError, match=r"labels '👍' and '👎' begin with the same token .* training reads one token"):
         find_label_token(tokenizer, encode(tokenizer, render_completion("the cat", "👎")), THUMBS)
+    two_pairs = ("👍", "😀", "👎", "😁")  # 😀 and 😁 are f0 9f 98 80 and f0 9f 98 81
+    with pytest.raises(ValueError, match="labels '👍' and '👎' begin with the same token"):
+        find_label_token(tokenizer, encode(tokenizer, render_completion("the cat", "👎")), two_pairs)
 
 
 def test_labels_that_begin_with_the_same_character_are_refused() -> None:

@@ -112,7 +112,7 @@ def locate_label(
     *,
     cut: bool = False,
 ) -> LabelPosition | None:
-    """Find the label that a response answers with.
+    """Find the label that a response answers with, and the tokens of every label in its place.
 
     Args:
         tokenizer: The tokenizer that the ids belong to.
@@ -133,10 +133,12 @@ def locate_label(
     if parsed.label is None or parsed.span is None or parsed.source is None:  # a label comes with all three
         return None
     start, end = parsed.span
+    # The tokens of the label's first character: usually one, which may also contain text before and after the label.
     tokens = _find_character(tokenizer, ids, text, start)
     own_path = tuple(ids[tokens.first : tokens.last + 1])
-    text_up_to_label = decode_ids(tokenizer, ids[: tokens.last + 1])
-    token_end = _count_agreeing(text_up_to_label, text)
+    text_through_tokens = decode_ids(tokenizer, ids[: tokens.last + 1])
+    token_end = _count_agreeing(text_through_tokens, text)
+    # The other labels are encoded in the form in which this one was written.
     form = _WrittenForm(
         head=text[parsed.answer_start : start],
         lead=text[tokens.begin : start],
@@ -174,9 +176,11 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
     for label in labels:
         if label not in position.paths:
             raise ValueError(f"label {label!r} has no token like that of {position.label!r} in {_name(tokenizer)}")
+    # A path has several tokens if its first token begins at least two labels.
     with_longer_path = [label for label, path in position.paths.items() if len(path) > 1]
     if with_longer_path:
-        first, second = with_longer_path[:2]
+        shared_token = position.paths[with_longer_path[0]][0]
+        first, second = [label for label in with_longer_path if position.paths[label][0] == shared_token][:2]
         raise ValueError(
             f"labels {first!r} and {second!r} begin with the same token in {_name(tokenizer)}: evaluation reads "
             f"further tokens, but training reads one token"
@@ -186,9 +190,10 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
 
 @lru_cache(maxsize=1024)
 def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelPosition:
-    r"""Encode a text that opens an answer, up to the first token at which the labels differ.
+    r"""Encode a text that opens an answer, and the tokens with which each label would continue it.
 
-    If the tokenizer merges the final newline with a label, the newline belongs to the label's token.
+    Each label is encoded with the closing tag after it, as in a complete answer. If the tokenizer merges the final
+    newline with a label, the newline belongs to the label's token.
 
     Args:
         tokenizer: The tokenizer.
@@ -196,10 +201,10 @@ def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelP
         labels: The question's labels.
 
     Returns:
-        The position of a label that is still to be chosen.
+        The position of a label that is still to be chosen: the first token at which the labels differ.
 
     Raises:
-        ValueError: Two labels begin with the same tokens, or do not begin at the same position.
+        ValueError: Two labels begin with the same tokens, or the tokens before them differ.
     """
     ids_before = {}
     paths = {}
@@ -274,6 +279,7 @@ def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, 
 
     index = bisect_left(range(1, len(tail_ids) + 1), True, key=has_character)
     before = decode_ids(tokenizer, tail_ids[:index])
+    # Bisection is valid only if the text begins with the texts of prefixes; such a text may end in a torn character.
     begins_with_prefix = index < len(tail_ids) and tail_text.startswith(before.rstrip(_TORN_CHARACTER))
     # The first token of the tail may begin before the position, and a tokenizer may trim it when it decodes the tail.
     is_certain = begins_with_prefix and index > 0 and text.endswith(tail_text)
@@ -342,7 +348,8 @@ def restyle_labels(labels: Sequence[str], label: str, written: str) -> dict[str,
         written: How it was written.
 
     Returns:
-        Label -> its written form. Only `label` itself if it was written in other characters, such as fullwidth ones.
+        Label -> its written form. If no rule of upper and lower case leads from `label` to `written` ("yES"), every
+        label keeps its own form. Only `label` itself if it was written in other characters, such as fullwidth ones.
 
     Example:
         >>> restyle_labels(("yes", "no"), "yes", "Yes")
@@ -412,8 +419,11 @@ def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Br
 
     Args:
         tokenizer: The tokenizer, for its name and tokens in errors.
-        paths: Label -> the tokens of its first character: several if the character is encoded in bytes.
+        paths: Label -> the tokens that contain its first character: several if the character is encoded in bytes.
         head: The text before the label, for errors.
+
+    Returns:
+        The shared tokens, and the rest of each path. A single path is returned whole.
 
     Raises:
         UnreadableLabelError: A different label begins with all tokens of a label.
