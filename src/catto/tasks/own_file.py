@@ -100,7 +100,7 @@ def from_file(
     order: OptionOrder
     if "options" in fields:
         if grade is not None or tolerance is not None:
-            raise ValueError("grade and tolerance: only for questions without options, remove options from the fields")
+            raise ValueError("grade and tolerance: only for questions without options; remove options from the fields")
         row_map = field_map(fields, answer, labels)
         word_labels = _word_labels(row_map)
         task_labels = word_labels or LETTERS
