@@ -151,7 +151,7 @@ BAD: list[tuple[Any, Any, str]] = [
     ([0.2, 1.0000001], [1, 1], r"confidence\[1\] is 1.0000001, expected a number in \[0, 1\]"),
     ([-1e-9], [1], r"confidence\[0\] is -1e-09"),
     ([inf], [1], r"confidence\[0\] is inf"),
-    ([0.5, 0.5], [1], "confidence has 2 rows, correct has 1"),
+    ([0.5, 0.5], [1], "confidence has 2 rows and correct has 1"),
     ([], [], "confidence is empty"),
     ([0.5], [2], r"correct\[0\] is 2, expected 0 or 1"),
     ([0.5, 0.5], [1.0, nan], r"correct\[1\] is nan, expected 0 or 1"),

@@ -85,7 +85,7 @@ def test_what_is_not_stored_is_not_made_up() -> None:
     assert confidence_at(served) == one.confidence
     with pytest.raises(ValueError, match="question q sample 0 has no logsumexp"):
         confidence_at(served, 2.0)
-    with pytest.raises(ValueError, match=r"tau is 9.0, stored are 0.25 to 5.0"):
+    with pytest.raises(ValueError, match=r"tau is 9.0, expected a number from 0.25 to 5.0"):
         confidence_at(one, 9.0)
     with pytest.raises(ValueError, match="tau cannot be fitted"):
         fit_tau([served])

@@ -279,7 +279,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "a: question 'a' is in several rows",
     ),
     (lambda: compare(ece, Answers("ab", [0.1], [1]), Answers("ab", [0.1], [1])), "a: 2 questions and 1 confidences"),
-    (lambda: bootstrap(ece, [0.1], [1], questions=["a", "b"]), "questions has 2 rows, confidence has 1"),
+    (lambda: bootstrap(ece, [0.1], [1], questions=["a", "b"]), "questions has 2 rows and confidence has 1"),
     (lambda: bootstrap(ece, [0.1], [1], resamples=0), "resamples is 0"),
     (lambda: bootstrap(ece, [0.1], [1], level=95), "level is 95"),
     (lambda: bootstrap(ece, [0.1], [1], method="t"), "method is 't'"),  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bo
             row = int(np.flatnonzero(is_bad)[0])
             raise ValueError(f"correct[{row}] is {z[row]}, expected 0 or 1")
     if len(c) != len(z):
-        raise ValueError(f"confidence has {len(c)} rows, correct has {len(z)}")
+        raise ValueError(f"confidence has {len(c)} rows and correct has {len(z)}, expected the same number")
     return c, z.astype(np.bool_, copy=False)
 
 
@@ -88,10 +88,10 @@ def check_confidence(confidence: ArrayLike) -> Floats:
 
 @reuse_last_result
 def check_weight(weight: ArrayLike, rows: int) -> Floats:
-    """Return the weights as float64.
+    """Check the weights, and return them as float64.
 
     Args:
-        weight: (N,) or (R, N) finite numbers of at least 0, not all 0 in any weighting of the N rows.
+        weight: (N,), or (R, N) for R weightings: finite numbers of at least 0. No weighting may be 0 in every row.
         rows: N.
 
     Raises:
@@ -129,13 +129,16 @@ def _as_column(
     kinds: str,
     expected: str,
 ) -> NDArray[np.generic]:
-    """Return the values as a one-dimensional array, or raise a ValueError.
+    """Return the values as a one-dimensional array.
 
     Args:
         values: The column.
         name: Name of the column, for error messages.
         kinds: The allowed kinds of NumPy dtypes, one letter each.
         expected: The allowed values, for error messages.
+
+    Raises:
+        ValueError: The column is empty, or has a different shape or kind.
     """
     column = np.asarray(values)
     if column.ndim != 1:
@@ -195,7 +198,8 @@ def bin_edges(
         weight: (N,), checked. Only `mass` depends on it.
 
     Returns:
-        At most M + 1 numbers in increasing order.
+        At most M + 1 numbers in increasing order. With `mass`, the first two may both be 0; the first bin then contains
+        only the rows with confidence 0.
 
     Raises:
         ValueError: `bins` is not a whole number of at least 1, or `strategy` is unknown.
@@ -211,7 +215,8 @@ def bin_edges(
     if strategy != "mass":
         raise ValueError(f"strategy is {strategy!r}, expected 'width' or 'mass'")
     inner = np.unique(_inner_quantiles(confidence, bins, weight))
-    return np.concatenate(([0.0], inner[inner < 1.0], [1.0]))
+    below_last_edge = inner[inner < 1.0]  # a quantile of 1 would add an empty bin at the end
+    return np.concatenate(([0.0], below_last_edge, [1.0]))
 
 
 def _inner_quantiles(
@@ -250,12 +255,13 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
     has_equal_width = np.array_equal(edges, equal_width_edges)
     if not has_equal_width:
         return np.searchsorted(edges[1:], confidence, side="left")
-    # trunc(c * M) is the bin, or the next one if c does not exceed that bin's lower edge. Rounding of the product never
-    # moves it further, so one comparison with the edge itself makes every k / M exact.
-    lower_edges = equal_width_edges
+    # trunc(c * M) is the bin of c or the bin above it. It is the bin above if c equals an edge k / M, because bins are
+    # right-closed, or if the product was rounded up. In both cases, c does not exceed the lower edge of that bin.
+    lower_edges = equal_width_edges.copy()
     lower_edges[0] = -1.0  # confidence 0 belongs to the first bin
     index = (confidence * bins).astype(np.intp)
-    index -= confidence <= lower_edges.take(index)
+    is_one_too_high = confidence <= lower_edges.take(index)
+    index -= is_one_too_high
     return index
 
 

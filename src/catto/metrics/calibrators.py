@@ -255,9 +255,9 @@ class VectorScaling(_Stored):
     def fit_labels(cls, label_logprobs: ArrayLike, gold: ArrayLike, labels: Sequence[str]) -> Self:
         """Fit weights and biases to the gold labels, starting from the best temperature tau.
 
-        The weights are (1 + u) / tau and the biases b. The objective is the mean NLL of the gold label plus
-        RIDGE * (|u|^2 + |b|^2), which is convex. The penalty is 0 at the start, u = b = 0, so the NLL of the fit is
-        never above that of temperature scaling.
+        The weights are (1 + u) / tau, the biases are b, and the fit finds u and b. The objective is the mean NLL of the
+        gold label plus RIDGE * (|u|^2 + |b|^2), which is convex. The penalty is 0 at the start, u = b = 0, so the NLL
+        of the fit is never above that of temperature scaling.
 
         Args:
             label_logprobs: (N, K), the log-probability of each label.
@@ -315,10 +315,10 @@ class VectorScaling(_Stored):
 
 
 def _vector_loss_and_gradient(parameters: Floats, score: Floats, is_gold: Floats) -> tuple[float, Floats]:
-    """Return the objective of `VectorScaling.fit_labels` and its gradient.
+    """Return the objective of `VectorScaling.fit_labels`, and its gradient, (2 K,).
 
     Args:
-        parameters: (2 K,), u followed by b.
+        parameters: (2 K,), the changes u of the weights, followed by the biases b; see `VectorScaling.fit_labels`.
         score: (N, K), the log-probabilities divided by the best temperature.
         is_gold: (N, K), 1 at the gold label of each row and 0 elsewhere.
     """
@@ -364,15 +364,17 @@ def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], F
 
 
 def pad_label_logprobs(rows: Sequence[Mapping[str, float]], golds: Sequence[str]) -> tuple[Floats, Ints]:
-    """Put rows with different labels into one table, for a fit that reads only the index of the gold label.
+    """Put rows with different labels into one table, for `Temperature.fit_labels`.
+
+    A column may belong to different labels in different rows, because that fit only needs the index of the gold label.
 
     Args:
         rows: Label -> log-probability, for each row.
         golds: The gold label of each row, one of its labels.
 
     Returns:
-        (N, K) log-probabilities, where K is the length of the longest row, and shorter rows are padded with NO_LABEL.
-        (N,) indices of the gold labels.
+        (N, K) log-probabilities, where K is the length of the longest row, and (N,) indices of the gold labels. Shorter
+        rows are padded with NO_LABEL, which has probability 0.
 
     >>> table, gold_index = pad_label_logprobs([{"A": -1.0, "B": -2.0}, {"C": -3.0}], ["B", "C"])
     >>> table.tolist(), gold_index.tolist()

@@ -130,10 +130,10 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for their number (Holm, 1979).
+    """Correct p-values for the number of comparisons (Holm, 1979).
 
-    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. If every corrected p-value below
-    alpha is called a difference, at most a share alpha of all tables contains a false one.
+    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. If each corrected p-value below
+    alpha is reported as a difference, the probability that any of these differences is false is at most alpha.
 
     Args:
         p_values: The p-values. An undefined one (nan) stays nan and does not count.
@@ -161,12 +161,12 @@ class Versus(Comparison):
     p_corrected: float = nan
 
     def mark(self, metric: str) -> Literal["", "*", "†"]:
-        """Return `*` for an improvement, a dagger for a deterioration, and nothing if no difference is shown.
+        """Return `*` if a is better than b, a dagger if it is worse, and nothing if no difference is shown.
 
-        Three conditions must hold: the corrected p-value is below ALPHA, the interval lies on the difference's side of
-        0, and the difference is at least as large as the smallest one of interest. For two nearly equal models, the
-        swap test detects a shift of every confidence by 0.001, which may have no effect on other questions or in
-        practice.
+        A difference is shown if the corrected p-value is below ALPHA, the interval lies on the same side of 0 as the
+        difference, and the difference is at least `Metric.least`. The p-value is not enough: for two nearly equal
+        models, the swap test detects even a shift of every confidence by 0.001. Such a shift may have no effect on
+        other questions or in practice.
 
         Args:
             metric: A name of METRICS, or `true_error`, a metric of the report.
@@ -176,7 +176,7 @@ class Versus(Comparison):
         """
         if metric == "true_error":  # not in METRICS: it needs the true probabilities
             better: Literal["higher", "lower"] | None = "lower"
-            least = 0.005
+            least = Metric.least
         else:
             better = METRICS[metric].better
             least = METRICS[metric].least
@@ -192,11 +192,15 @@ class Versus(Comparison):
 
 
 def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Versus]:
-    """Correct p-values by Holm's method, over the metrics that have a better direction; others are not judged.
+    """Correct the p-values of several metrics by Holm's method.
+
+    Only metrics with a better direction are judged: the others get no corrected p-value and do not count as
+    comparisons.
 
     Args:
         comparisons: Name of a metric -> comparison.
-        judge: Whether to judge any metric. If too many answers were forced, differences do not describe the models.
+        judge: Whether to judge any metric. Use False if too many responses had no answer of their own: differences then
+            do not describe the models.
 
     Returns:
         Name -> comparison with its corrected p-value, nan if it is not judged.

@@ -73,7 +73,9 @@ def compare_table(
     swaps: int = 0,
     **options: Unpack[BootstrapOptions],
 ) -> dict[str, Comparison]:
-    """Compare two methods on the same questions: the mean over runs of each metric of a, minus that of b.
+    """Compare two methods on the same questions, metric by metric.
+
+    A difference is the metric of a, averaged over its runs, minus that of b.
 
     The interval is a percentile bootstrap over questions, with the same draws for both methods. The p-value is that of
     a swap test, in which the two answers to each question change places with probability 1/2. It is
@@ -91,6 +93,13 @@ def compare_table(
         b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
         swaps: Maximum number of swaps, see above.
         options: See `BootstrapOptions`.
+
+    Returns:
+        Name -> comparison.
+
+    Raises:
+        ValueError: An option or a column is out of range, or the numbers of runs differ.
+        DataError: Two runs do not answer the same questions, or one answers a question twice.
 
     >>> from catto.metrics.errors import accuracy
     >>> a, b = Answers("xy", [0.9, 0.8], [1, 1]), Answers("xy", [0.9, 0.8], [1, 0])
@@ -111,7 +120,7 @@ def compare_mean_scores(
     swaps: int = 0,
     **options: Unpack[BootstrapOptions],
 ) -> Comparison:
-    """Compare the mean of one score per answer, such as a loss, between two methods.
+    """Compare the mean scores of two methods on the same questions, such as their mean losses.
 
     Pairing, interval and p-value are those of `compare_table`.
 
@@ -120,6 +129,13 @@ def compare_mean_scores(
         b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
         swaps: Maximum number of swaps, see `compare_table`.
         options: See `BootstrapOptions`.
+
+    Returns:
+        The comparison of the means.
+
+    Raises:
+        ValueError: As in `compare_table`, or a score is out of range.
+        DataError: As in `compare_table`.
 
     >>> answers = Answers("xy", [0.9, 0.8], [1, 1])
     >>> a, b = ScoredAnswers(answers, [0.75, 0.5]), ScoredAnswers(answers, [0.25, 0.5])
@@ -157,8 +173,8 @@ def _compare_pairs(
     with share_results():
         batches = []
         for weights in draw_question_counts(numbering.questions, options.resamples, options.seed, options.tick):
-            not_swapped = np.zeros_like(weights)
-            batches.append(paired.evaluate_differences(weights, not_swapped))
+            no_swaps = np.zeros_like(weights)
+            batches.append(paired.evaluate_differences(weights, no_swaps))
         draws = np.hstack(batches)
         p_values = _test_by_swaps(paired, numbering.questions, swaps, options)
 
@@ -278,7 +294,17 @@ def _test_by_swaps(
     swaps: int,
     options: ResamplingOptions,
 ) -> Floats:
-    """Return the p-value of each metric, nan if its difference is undefined. (metrics,)."""
+    """Return the p-value of each metric by the swap test of `compare_table`.
+
+    Args:
+        paired: The metrics of both methods.
+        questions: Number of questions.
+        swaps: Maximum number of swaps, if larger than the number of resamples.
+        options: Number of resamples, seed and tick.
+
+    Returns:
+        (metrics,) p-values, nan if the difference is undefined.
+    """
     observed = np.abs(paired.values[:, 0] - paired.values[:, 1])
     is_running = ~np.isnan(observed)
     p_values: Floats = np.full(len(observed), np.nan)
@@ -289,12 +315,14 @@ def _test_by_swaps(
     further_swaps = cut_into_batches(max(0, swaps - options.resamples), questions, options.tick)
     for size in chain(first_swaps, further_swaps):
         if swaps_done >= options.resamples:
+            # Further swaps are only for metrics whose p-value is small so far.
             is_running &= p_values < ALPHA
         if not is_running.any():
             break
         stays = rng.random((size, questions)) >= 0.5
         differences = paired.evaluate_differences(stays, ~stays)
-        # Rounding must not break a tie. Comparisons with nan are False, so an undefined difference counts as far.
+        # A difference that equals the observed one, except for rounding, counts as far. So does an undefined one,
+        # because comparisons with nan are False.
         is_close = np.abs(differences) < observed[:, None] - ROUNDING
         far_swaps += np.sum(~is_close, axis=1)
         swaps_done += size

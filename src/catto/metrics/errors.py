@@ -98,7 +98,8 @@ def confidence_gap(
 ) -> Score:
     """Return mean confidence minus accuracy; a value above 0 means overconfidence.
 
-    It is a mean over rows. Unlike that of ECE, its bootstrap interval has nominal coverage even for a calibrated model.
+    It is a mean over rows, so its bootstrap interval has nominal coverage even for a calibrated model, unlike the
+    interval of ECE.
 
     Args:
         confidence: (N,) in [0, 1].
@@ -286,7 +287,8 @@ def mce(
     0.35
     """
     sums = reliability(confidence, correct, bins, "width", weight)
-    return to_score(np.abs(sums.gap).max(axis=-1))
+    largest_gap = np.abs(sums.gap).max(axis=-1)  # the gap of an empty bin is 0
+    return to_score(largest_gap)
 
 
 def rms_calibration_error(
@@ -348,8 +350,8 @@ def debiased_ece(
     # s = sqrt(n acc (1 - acc)) / n, computed from sums because the accuracy of an empty bin is nan. An empty bin gets a
     # count of 1, which makes its s 0.
     count = np.where(sums.count > 0, sums.count, 1.0)
-    variance_of_right_rows = sums.correct_sum * (count - sums.correct_sum) / count
-    deviation = np.sqrt(variance_of_right_rows) / count
+    variance_of_right_count = sums.correct_sum * (count - sums.correct_sum) / count
+    deviation = np.sqrt(variance_of_right_count) / count
     # E|X| for X ~ N(gap, deviation^2). If the deviation is 0, the ratio is infinite and the mean is the gap.
     infinite = np.full_like(gap, np.inf)
     ratio = np.divide(gap, deviation, out=infinite, where=deviation > 0)
@@ -422,13 +424,18 @@ def brier_split(
     bins: int = 20,
     strategy: Strategy = "width",
 ) -> BrierSplit:
-    """Split the Brier score; the two within-bin terms vanish if each bin contains a single confidence.
+    """Split the Brier score into reliability, resolution, uncertainty and two terms for the spread within bins.
+
+    The last two terms are 0 if the rows of each bin have the same confidence.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         bins: Number of bins M.
         strategy: Bins of equal `width` or of equal `mass`.
+
+    Returns:
+        The parts; see `BrierSplit` for their definitions and their signs.
 
     >>> parts = brier_split([0.9, 0.9, 0.2, 0.2], [True, False, False, False])
     >>> round(parts.reliability, 4), round(parts.resolution, 4), round(parts.uncertainty, 4)
@@ -469,11 +476,12 @@ def smooth_ece(
 ) -> Score:
     """Return smECE (Blasiok and Nakkiran, 2023): calibration error without bins.
 
-    It is the bandwidth sigma at which the smoothed error equals the bandwidth. With the Gaussian kernel K reflected at
-    0 and 1,
-        smECE_sigma = integral over t in [0, 1] of | mean_i K_sigma(t, c_i) (z_i - c_i) |,
-    which decreases with sigma, so `smECE_sigma = sigma` has one solution. Residuals are spread linearly onto a grid and
-    smoothed in the cosine basis, where the reflected kernel is diagonal: O(N + G log G).
+    The residuals z_i - c_i are smoothed by a Gaussian kernel K of bandwidth sigma, reflected at 0 and 1:
+        smECE_sigma = integral over t in [0, 1] of | mean_i K_sigma(t, c_i) (z_i - c_i) |.
+    This error decreases with sigma, so `smECE_sigma = sigma` has one solution. The solution is the smECE.
+
+    For speed, residuals are spread linearly onto the nodes of a grid and smoothed in the cosine basis. In this basis,
+    the reflected kernel only multiplies each frequency by a factor. With G cells, this takes O(N + G log G).
 
     Args:
         confidence: (N,) in [0, 1].
@@ -568,25 +576,32 @@ def _damping_factors(cells: int) -> tuple[Floats, Floats]:
 
 
 def _solve_bandwidth(mass: Floats, cells: int) -> float:
-    """Return the sigma at which the smoothed error of the mass on the nodes is sigma itself. mass: (cells + 1,)."""
+    """Return the sigma at which the smoothed error is sigma itself.
+
+    Args:
+        mass: (cells + 1,) residuals per row, on the nodes of the grid; see `_spread_mass`.
+        cells: Number of cells in the grid.
+    """
     from scipy.optimize import brentq
 
-    spread, decay = _damping_factors(cells)
+    spreading_factors, log_kernel_factors = _damping_factors(cells)
     total_mass = abs(float(mass.sum()))
     # Reflection unfolds [0, 1] into a circle of length 2. An end node is its own mirror image: its mass counts twice.
     on_circle = mass.copy()
     on_circle[[0, -1]] *= 2.0
     unfolded = np.concatenate((on_circle, on_circle[-2:0:-1]))
     # Spreading mass onto two nodes has smoothed it. Dividing by the damping factor undoes this.
-    spectrum = np.fft.rfft(unfolded).real / spread
+    spectrum = np.fft.rfft(unfolded).real / spreading_factors
 
     def excess_at(sigma: float) -> float:
-        # At higher frequencies, the kernel is below exp(-8.6^2 / 2) < 1e-16. brentq may try a sigma of 0 or just below.
+        # Higher frequencies are left out: their factor is below exp(-8.6^2 / 2) < 1e-16. TOLERANCE is a lower limit
+        # because brentq may try a sigma of 0 or just below.
         highest_kept = int(8.6 / (np.pi * max(abs(sigma), TOLERANCE)))
         kept = min(cells, highest_kept) + 1
         smoothed = np.zeros(cells + 1)
-        smoothed[:kept] = spectrum[:kept] * np.exp(sigma**2 * decay[:kept])
+        smoothed[:kept] = spectrum[:kept] * np.exp(sigma**2 * log_kernel_factors[:kept])
         density = np.abs(np.fft.irfft(smoothed)[: cells + 1])
+        # The trapezoidal rule: the end nodes count half.
         integral = float(density.sum() - 0.5 * (density[0] + density[-1]))
         return integral - sigma
 

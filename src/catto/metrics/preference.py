@@ -25,20 +25,23 @@ Part = Literal["whole", "reasoning"]
 
 
 def reward_margins(policy: Sequence[PairLogprobs], start: Sequence[PairLogprobs]) -> list[PairMargin]:
-    """Subtract the reward of the rejected response from that of the chosen one, pair by pair.
+    """Return by how much the implicit reward of the chosen response exceeds that of the rejected one, pair by pair.
+
+    The implicit reward is the log-probability under the policy minus that under the start model.
 
     Args:
         policy: The log-probabilities of N pairs under the trained model.
         start: Those of the same pairs, in the same order, under the model that training started from.
 
     Returns:
-        N margins, positive if the policy prefers the chosen response.
+        The margins of N pairs, over the whole responses and over their reasoning; positive if the policy prefers the
+        chosen response.
 
     Raises:
         DataError: The two sequences are not about the same pairs.
     """
     if [pair.question for pair in policy] != [pair.question for pair in start]:
-        raise DataError("pairs", None, "the policy's pairs are not those of the start model")
+        raise DataError("pairs", None, "the policy and the start model have different pairs")
     margins = []
     for after, before in zip(policy, start, strict=True):
         whole = (after.chosen - before.chosen) - (after.rejected - before.rejected)
@@ -97,14 +100,15 @@ def preference_interval(
     its number of pairs.
 
     Args:
-        runs: The margins of each run (seed), at least one pair each.
+        runs: The margins of each run (seed).
         part: Whole responses, or their reasoning.
         resamples: Number of bootstrap resamples.
         level: Level of the interval, in (0, 1).
         seed: Seed of the resamples.
 
     Returns:
-        The interval; all nan if the margins of a run are empty.
+        The interval. All of it is nan if a run has no pairs or, for the reasoning, if all pairs of a run have the same
+        reasoning in both responses.
     """
     score_of_question: dict[str, float] = defaultdict(float)
     weight_of_question: dict[str, float] = defaultdict(float)
@@ -119,6 +123,6 @@ def preference_interval(
     weighted_scores = np.array(list(score_of_question.values()))
     weights = np.array(list(weight_of_question.values()))
     interval = ratio_interval(weighted_scores, weights, resamples=resamples, level=level, seed=seed)
-    # The sums over questions may differ from this mean over runs in the last bit. Here, ties alone give exactly 0.5.
+    # `interval.value` may differ from this mean in the last bit. Here, runs with nothing but ties give exactly 0.5.
     value = fmean(preference_accuracy(margins_of(run, part)) for run in runs)
     return Interval(value, interval.low, interval.high, level)

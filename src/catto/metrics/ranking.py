@@ -54,12 +54,15 @@ def auroc(
     groups = group_rows(confidence, correct, weight)
     total = total_weight(groups.count)
     right_total = groups.right.sum(axis=-1)
-    at_least = _sum_from_above(groups.count)
-    # A right row loses to all rows above it and to half of its group. Among pairs of right rows, half are lost.
+    at_least_as_confident = _sum_from_above(groups.count)
+    # Compare each right row with all rows, including itself. It loses to the rows above it and, because ties count
+    # half, to half of its group. `lost` is the sum over the right rows.
     lost = np.zeros(np.shape(total))
     for block in split_blocks(len(groups.value)):
-        above = at_least[..., block] - 0.5 * groups.count[..., block]
-        lost += np.vecdot(groups.right[..., block], above)
+        lost_per_row = at_least_as_confident[..., block] - 0.5 * groups.count[..., block]
+        lost += np.vecdot(groups.right[..., block], lost_per_row)
+    # Only comparisons with wrong rows count. Right rows win half of the comparisons among themselves, in any order:
+    # 0.5 * right_total ** 2.
     won = right_total * (total - 0.5 * right_total) - lost
     pairs = right_total * (total - right_total)
     undefined = np.full(np.shape(pairs), np.nan)
@@ -145,21 +148,25 @@ def _area_of_groups(groups: Groups) -> Floats:
     these numbers sum to n_g H_N - (S_last - S_before), where H_j = 1 + ... + 1/j and, by summation by parts,
     S_j = H_0 + ... + H_(j-1) = j H_j - j.
     """
-    at_least = _sum_from_above(groups.count)
-    if at_least.dtype != np.intp:
+    at_least_as_confident = _sum_from_above(groups.count)
+    has_whole_counts = at_least_as_confident.dtype == np.intp
+    if not has_whole_counts:
         raise ValueError("weight must be whole numbers: AURC is a mean over ranks")
-    rank = at_least.astype(np.intp, copy=False)
+    # The last rank of each group. Groups are in increasing order of confidence, and the most confident row has rank 1,
+    # so the next entry is the rank before the group.
+    last_rank = at_least_as_confident.astype(np.intp, copy=False)
     total = total_weight(groups.count)
     harmonic, harmonic_sum = _harmonic_numbers(int(total.max()))
     area = np.zeros(np.shape(total))
     for block in split_blocks(len(groups.value)):
+        # A group of weight 0 has no ranks, so any error rate will do.
         count = np.maximum(groups.count[..., block], 1.0)
         error_rate = 1.0 - groups.right[..., block] / count
-        sums = harmonic_sum.take(rank[..., block.start : block.stop + 1])
-        sums_of_group = sums[..., 1:] - sums[..., :-1]
-        area += np.vecdot(error_rate, sums_of_group)
+        sums = harmonic_sum.take(last_rank[..., block.start : block.stop + 1])
+        before_minus_last = sums[..., 1:] - sums[..., :-1]
+        area += np.vecdot(error_rate, before_minus_last)
     wrong = total - groups.right.sum(axis=-1)
-    last_harmonic = harmonic.take(rank[..., 0])
+    last_harmonic = harmonic.take(last_rank[..., 0])
     return np.asarray((area + wrong * last_harmonic) / total)
 
 
@@ -211,12 +218,18 @@ def auroc_within(
         correct: (N,) booleans or 0/1.
         options: Options of the bootstrap, see `BootstrapOptions`.
 
+    Returns:
+        The AUROC with its interval over questions, and the numbers of questions and pairs that it is based on.
+
+    Raises:
+        ValueError: A column or an option is out of range, or the lengths differ.
+
     >>> auroc_within(["q", "q", "q", "r"], [0.9, 0.4, 0.9, 0.8], [True, False, False, True]).value
     0.75
     """
     c, z = check_columns(confidence, correct)
     if len(question) != len(c):
-        raise ValueError(f"question has {len(question)} rows, confidence has {len(c)}")
+        raise ValueError(f"question has {len(question)} rows and confidence has {len(c)}, expected the same number")
     rows_of: dict[object, list[int]] = {}
     for row, name in enumerate(question):
         rows_of.setdefault(name, []).append(row)

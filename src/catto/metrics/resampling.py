@@ -218,8 +218,16 @@ def number_questions(ids: Sequence[Sequence[object] | None], confidences: Sequen
     """Number the questions of all runs together.
 
     Args:
-        ids: For each run, the question id of each row; None if each row is a question of its own.
+        ids: For each run, the question id of each row; an id has the same number in all runs. None if each row is a
+            question of its own: the rows get the numbers 0 to N - 1, in order or, in a long run, by confidence. Two
+            such runs share these numbers, so several runs should have ids.
         confidences: For each run, the confidence of each row, (N,).
+
+    Returns:
+        The numbers, from 0.
+
+    Raises:
+        ValueError: A run does not have one id per row.
     """
     number_of_id: dict[object, int] = {}
     of_rows: list[Ints] = []
@@ -228,7 +236,7 @@ def number_questions(ids: Sequence[Sequence[object] | None], confidences: Sequen
             of_rows.append(_number_rows(c))
             continue
         if len(run_ids) != len(c):
-            raise ValueError(f"questions has {len(run_ids)} rows, confidence has {len(c)}")
+            raise ValueError(f"questions has {len(run_ids)} rows and confidence has {len(c)}, expected the same number")
         numbers = []
         for question_id in run_ids:
             next_number = len(number_of_id)
@@ -256,15 +264,16 @@ def cut_into_batches(
 
     Args:
         total: Number of resamples.
-        units: Number of weights per resample.
+        units: Number of questions or rows that are weighted in each resample.
         tick: Called once per resample, after its batch.
 
     Yields:
         The number of resamples in each batch.
     """
-    # Freeing a block of 31 MB makes glibc keep up to twice as much freed memory (mallopt(3), M_MMAP_THRESHOLD). Without
-    # this, the arrays of each resample of a million rows were mapped anew, which took as long as the sums over them.
-    np.empty(31 << 17)
+    # Allocating and freeing 31 MB makes glibc keep up to twice as much freed memory for later arrays (mallopt(3),
+    # M_MMAP_THRESHOLD). Without this, new memory was mapped for each resample of a million rows, which took as long as
+    # the sums over them.
+    np.empty(31 << 20, dtype=np.uint8)
     largest_size = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
     for start in range(0, total, largest_size):
         size = min(largest_size, total - start)
@@ -279,7 +288,7 @@ def draw_question_counts(
     seed: int,
     tick: Tick = ignore_tick,
 ) -> Iterator[Weights]:
-    """Draw as many questions as there are, with replacement, `resamples` times.
+    """Draw bootstrap resamples of the questions: each draws as many questions as there are, with replacement.
 
     Args:
         questions: Number of questions Q.
@@ -293,6 +302,7 @@ def draw_question_counts(
     >>> [batch.sum(axis=1).tolist() for batch in draw_question_counts(5, 3, seed=0)]
     [[5, 5, 5]]
     """
+    # Many metrics of the same questions are resampled in turn, with the same counts.
     can_be_kept = questions * resamples <= KEPT_COUNTS
     draw = _draw_and_keep_counts if can_be_kept else _draw_counts
     for counts in draw(questions, resamples, seed):
@@ -324,7 +334,7 @@ def _draw_counts(
     rng = default_rng(seed)
     starts = np.arange(0, questions, BLOCK)
     lengths = np.diff(starts, append=questions)
-    for size in cut_into_batches(resamples, questions, ignore_tick):
+    for size in cut_into_batches(resamples, questions, ignore_tick):  # `draw_question_counts` ticks
         counts = np.empty((size, questions), dtype=np.uint16)  # small, so that gathering from it stays in the cache
         for row in counts:
             draws_of_block = rng.multinomial(questions, lengths / questions)

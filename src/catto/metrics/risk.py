@@ -28,7 +28,7 @@ class Threshold:
     Attributes:
         threshold: None if no threshold is good enough; then nothing is answered.
         risk: The requested maximum share of wrong answers.
-        delta: Probability with which the promise may fail.
+        delta: Probability with which the guarantee may fail.
         coverage: Share of the given rows that are answered.
         answered: Number of the given rows that are answered.
         errors: Number of those that are wrong.
@@ -60,12 +60,17 @@ def threshold_for_risk(
 ) -> Threshold:
     """Find a low threshold above which at most a share `risk` of the answers is wrong, with probability 1 - delta.
 
-    Candidates answer the most confident 1/40, 2/40, ... of the rows and are tested one after another. A candidate
-    passes if an error rate of `risk` would lead to so few errors with probability at most the level (exact binomial
-    test). The level is a part of delta. Testing starts at an eighth, a quarter, half and all of the rows, with 1/8,
-    1/8, 1/4 and 1/2 of delta. A candidate that passes hands its level on to the next, lower one; a candidate that fails
-    loses it. The result is the lowest candidate that passed ("learn then test" with the fallback procedure of Wiens and
-    Dmitrienko).
+    Candidate thresholds answer the most confident 1/40, 2/40, ... of the rows. They are tested in this order, and the
+    result is the lowest one that passes ("learn then test" with the fallback procedure of Wiens and Dmitrienko).
+
+    A candidate passes if an error rate of `risk` would lead to so few errors with a probability of at most its level
+    (exact binomial test). Four candidates, the starting points, have a level of their own, a share of delta:
+    - 1/8 of delta for the candidate that answers an eighth of the rows,
+    - 1/8 of delta for a quarter,
+    - 1/4 of delta for half,
+    - 1/2 of delta for all rows.
+    A candidate that passes also hands its level on to the next, lower candidate, where it is added to that candidate's
+    own. A candidate that fails hands on nothing. A candidate without a level is not tested.
 
     A candidate lies just above the confidence of the first row that it leaves out. Given that confidence, the answered
     rows are independent draws, so each test is exact. The guarantee of the whole sequence is exact for thresholds
@@ -77,7 +82,13 @@ def threshold_for_risk(
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         risk: Maximum share of wrong answers, in (0, 1).
-        delta: Probability with which the promise may fail, in (0, 1).
+        delta: Probability with which the guarantee may fail, in (0, 1).
+
+    Returns:
+        The threshold; its field `threshold` is None if no candidate passes.
+
+    Raises:
+        ValueError: A column, `risk` or `delta` is out of range.
 
     >>> found = threshold_for_risk([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10)
     >>> found.answered, found.errors
@@ -163,17 +174,19 @@ def estimate_rows_needed(
     risk: float = 0.1,
     delta: float = 0.05,
 ) -> int | None:
-    """Estimate how many rows like these are enough to find a threshold in four of five cases.
+    """Estimate how many rows with the same error rates are enough to find a threshold in four of five cases.
+
+    The estimate is for the starting points of `threshold_for_risk`, each at its own share of delta.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         risk: Maximum share of wrong answers, in (0, 1).
-        delta: Probability with which the promise may fail, in (0, 1).
+        delta: Probability with which the guarantee may fail, in (0, 1).
 
     Returns:
-        The number of rows, or None if the error rate of the most confident rows is not below `risk`: more rows
-        would probably not help.
+        The number of rows. None if more rows would probably not help: at every starting point, the error rate is at
+        least `risk`, or so close to it that more than LARGEST_SIZE rows would be needed.
 
     >>> estimate_rows_needed([0.9] * 20, [True] * 20)
     39

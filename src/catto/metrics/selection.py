@@ -173,12 +173,12 @@ def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Predicti
 
 
 def gather_candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
-    """Gather predictions by question.
+    """Arrange predictions in columns that have one row per question.
 
     Args:
         predictions: Equally many samples of every question, in any order. The temperature at which they were sampled
             does not matter.
-        tau: Temperature of the confidence that ranks the samples; None takes their stated confidence.
+        tau: Temperature of the confidence that ranks the samples; None means the `confidence` of the prediction.
 
     Returns:
         The columns, (Q, n) each. A score that no sample has is left out of `tokens`.
@@ -193,7 +193,7 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
     logprob = np.full(shape, np.nan)
     correct = np.empty(shape, dtype=np.bool_)
     tokens = {rule: np.empty(shape) for rule in TOKENS}
-    # Codes count from 0 in order of appearance; a missing label has -1.
+    # Labels are numbered from 0 in order of appearance; a missing label has the code -1.
     code_of: dict[str | None, int] = {None: -1}
     for question_index, samples in enumerate(questions):
         for sample_index, prediction in enumerate(samples):
@@ -246,7 +246,7 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
         tau: Temperature of the confidence that ranks the samples.
 
     Returns:
-        The choice among the temperatures of the predictions; in case of a tie, the lowest.
+        The best temperature of the predictions, in a tie the lowest one, and what was measured at every temperature.
 
     Raises:
         ValueError: There are no predictions, or those of one temperature cannot be gathered, see `gather_candidates`.
@@ -432,14 +432,14 @@ def _votes_still_needed(
     is_rival = (candidates.label != winning_label) & (candidates.label >= 0)
     # At the winner's own samples the rival is a label that has not been sampled yet: it has 0 votes.
     rival_support = np.where(is_rival, support, 0.0)
-    winning_support = support.max(axis=1, keepdims=True).clip(min=0.0)
+    winning_support = support.max(axis=1, keepdims=True).clip(min=0.0)  # -1 if no sample has a label
     lead = winning_support - rival_support
     first_of_label = _compare_labels(candidates).argmax(axis=2)
     rival_wins_ties = is_rival & (first_of_label < winner[:, None])
     # After b more votes for the winner, it leads by lead + b, and remaining - b votes are left. The lead must exceed
     # them, or only equal them if the winner was sampled before the rival.
-    to_exceed = np.floor((remaining - lead + ROUNDING) / 2) + 1
-    to_exceed = np.where(lead > remaining + ROUNDING, 0.0, to_exceed)
+    exceeds_already = lead > remaining + ROUNDING
+    to_exceed = np.where(exceeds_already, 0.0, np.floor((remaining - lead + ROUNDING) / 2) + 1)
     to_reach = np.maximum(0.0, np.ceil((remaining - lead - ROUNDING) / 2))
     needed = np.where(rival_wins_ties, to_exceed, to_reach).max(axis=1)
     return np.asarray(np.minimum(needed, remaining), dtype=np.intp)
@@ -536,10 +536,10 @@ def measure_rules(
     *,
     seed: int = 0,
 ) -> list[Selected]:
-    """Measure every rule at k, one random sample and the oracle.
+    """Measure every rule that chooses one of k samples, and for comparison a random sample and the oracle.
 
-    A question's accuracy is its mean over subsets; the interval is over questions. The ECE is computed on each subset
-    and then averaged.
+    The oracle is right if any of the k samples is. A question's accuracy is its mean over subsets; the interval is over
+    questions. The ECE is computed on each subset and then averaged.
 
     Args:
         candidates: (Q, n), n >= k.
@@ -547,7 +547,7 @@ def measure_rules(
         seed: Seed of the bootstrap.
 
     Returns:
-        One row per rule; a rule is left out if no sample has its score.
+        One row per rule, then the random sample and the oracle. A rule is left out if no sample has its score.
 
     Raises:
         ValueError: k is not in [1, n].

@@ -59,10 +59,10 @@ def confidence_at(
         return stated
     if prediction.logsumexp is None:
         raise ValueError(f"{prediction.name} has no logsumexp: its confidence is known at tau 1 only")
-    if stated == 0.0:
+    if stated == 0.0:  # it has no logarithm, and it stays 0 at every temperature
         return stated
     margins, curve = _read_margins(prediction)
-    own_margin = log(stated) + float(curve[ONE])
+    own_margin = log(stated) + float(curve[ONE])  # log p_1 + L(1), as in the module docstring
     log_sum = float(at_tau(margins, curve, tau))
     return min(1.0, exp(own_margin / tau - log_sum))
 
@@ -123,7 +123,7 @@ def at_tau(
     curve: Floats,
     tau: float,
 ) -> Floats:
-    """Return L at tau from the stored grid.
+    """Return L(tau), the normaliser of the full vocabulary in the module docstring, from the stored grid.
 
     Between grid points, the part of the sum that the known logits do not explain, log(exp L - sum_j exp(margin_j /
     tau)), is interpolated by a cubic spline in log tau. It is smooth even where the sum shifts from one token to many.
@@ -138,12 +138,15 @@ def at_tau(
     Returns:
         L at tau, (...).
 
+    Raises:
+        ValueError: tau is outside the grid.
+
     >>> L = np.log(1.0 + np.exp(-1.0 / np.array(TAU_GRID)))
     >>> float(at_tau(np.array([0.0, -1.0]), L, 1.0)) == float(L[TAU_GRID.index(1.0)])
     True
     """
     if not TAU_GRID[0] <= tau <= TAU_GRID[-1]:
-        raise ValueError(f"tau is {tau}, stored are {TAU_GRID[0]} to {TAU_GRID[-1]}")
+        raise ValueError(f"tau is {tau}, expected a number from {TAU_GRID[0]} to {TAU_GRID[-1]}, the stored range")
     if tau in TAU_GRID:
         return np.asarray(curve[..., TAU_GRID.index(tau)])
     grid = np.array(TAU_GRID)
@@ -190,13 +193,15 @@ class Scaling:
 def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scaling:
     """Fit the tau that minimises the NLL of the gold label, the mean of -log p_tau(gold).
 
-    With `decode: greedy`, as in textbooks, `rescale_predictions` then changes the confidence of the greedy test
-    predictions but not their answers. With `decode: sample`, as in the paper, the test predictions are generated at
-    temperature tau and then rescaled. Among the labels, the fit is that of `Temperature.fit_labels`.
+    `rescale_predictions` then applies tau to the test predictions. With `decode: sample`, as in the paper, these are
+    also sampled at temperature tau. With `decode: greedy`, as in textbooks, tau changes their confidence only.
 
     Args:
         predictions: Validation predictions; those without the fields that `kind` needs are left out.
-        kind: As in `confidence_at`.
+        kind: As in `confidence_at`. For `normalized`, the fit is that of `Temperature.fit_labels`.
+
+    Returns:
+        The fitted tau, and the NLL at temperature 1 and at tau.
 
     Raises:
         ValueError: No prediction has the fields, or a gold label is not among the labels.
@@ -207,13 +212,13 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
     scores = _gather_scores(usable, kind)
 
     def mean_nll(tau: float) -> float:
-        if scores.curves is None:
+        if scores.curves is None:  # `normalized`
             log_sum = logsumexp(scores.margins / tau, axis=1)
         else:
             log_sum = at_tau(scores.margins, scores.curves, tau)
         return float(np.mean(log_sum - scores.gold / tau))
 
-    if scores.curves is None:
+    if scores.curves is None:  # `normalized`
         ends = TAU_RANGE
         tau = _fit_among_labels(usable)
     else:

@@ -33,16 +33,27 @@ class VectorFit:
 
 
 def fit_vector(predictions: Sequence[Prediction]) -> VectorFit:
-    """Fit vector scaling to the gold labels of predictions, which must all have the same labels."""
+    """Fit vector scaling to the gold labels of stored predictions.
+
+    Args:
+        predictions: Validation predictions. Those without `label_logprobs` are left out; the others must all have the
+            same labels.
+
+    Returns:
+        The fitted scaling, and the NLL before and after it.
+
+    Raises:
+        ValueError: No prediction has `label_logprobs`, the labels differ, or a gold label is not among them.
+    """
     usable = []
-    known = []
+    logprobs_of_labels = []
     for prediction in predictions:
         if prediction.label_logprobs is not None:
             usable.append(prediction)
-            known.append(prediction.label_logprobs)
+            logprobs_of_labels.append(prediction.label_logprobs)
     if not usable:
         raise ValueError("no prediction has label_logprobs: vector scaling cannot be fitted")
-    labels, logprobs = label_table(known)
+    labels, logprobs = label_table(logprobs_of_labels)
     gold = []
     for prediction in usable:
         if prediction.gold not in labels:
