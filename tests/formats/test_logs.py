@@ -284,7 +284,7 @@ def test_a_failed_request_of_a_batch_is_named(tmp_path: Path, lost: dict[str, An
 
 def test_a_completion_alone_is_told_to_name_the_gold(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "chat.jsonl", [completion("B", [token("B", 0.3)])])
-    with pytest.raises(DataError, match="row 1: the right answer is not in a completion: name its field with --gold"):
+    with pytest.raises(DataError, match="row 1: a completion does not contain the right answer: name its field with --gold"):
         read(path)
 
 
@@ -311,6 +311,9 @@ def test_uqlm_tables_by_rows_and_by_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="name one of the scores sequence_probability, min_probability"):
         read(two)
     assert read(two, confidence="sequence_probability")[0] == [0.1, 0.1]
+    unscored = write_lines(tmp_path / "d.jsonl", [{"prompt": "p", "response": "r", "response_correct": True}])
+    with pytest.raises(DataError, match="found none of uqlm's scores: name the column of the confidence"):
+        read(unscored, format="uqlm")
 
 
 @pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
@@ -568,7 +571,7 @@ def test_a_column_that_occurs_twice_in_parquet_is_refused(tmp_path: Path) -> Non
 
 def test_a_log_likelihood_without_a_rival_is_no_confidence(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "lambada.jsonl", [lm_eval(0, [-1.0], 0, 1.0)])
-    with pytest.raises(DataError, match="row 1: filtered_resps: one log-likelihood, expected one for each"):
+    with pytest.raises(DataError, match="row 1: filtered_resps: expected log-likelihoods of several choices, got 1"):
         read(path)
 
 

@@ -61,7 +61,7 @@ def find_format(first: Fields, names: ColumnNames) -> str:
 
 
 def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]:
-    """Yield the rows of a file of answers, whichever tool wrote it; nothing if it has no rows.
+    """Yield the rows of a file of answers, whichever tool wrote the file.
 
     Args:
         path: A log of inspect_ai that ends in `.eval`, or any file that `read_rows` reads.
@@ -69,8 +69,8 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
             tool.
 
     Yields:
-        (row number, fields). For the log of another tool, these are catto's own fields. The fields of the record follow
-        them in a ChainMap, so that the user can name any of them as a column.
+        (row number, fields). If another tool wrote the file, the fields are a ChainMap of catto's own fields and those
+        of the tool's record, so that the user can name any of these as a column.
 
     Raises:
         DataError: While iterating: the file cannot be read, or a row is not a record of the tool.
@@ -88,7 +88,8 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
         return
     labels: list[str] = []
     if tool == "openai" and names.gold is not None:
-        # A completion does not list the labels. They are collected from the right answers of the whole file.
+        # A completion does not list the labels. They are collected from the right answers of the whole file. Without
+        # the name of that column, `read_completion` raises an error.
         records = list(records)
         labels = list_labels(path, records, names.gold)
     for row, record in records:

@@ -61,7 +61,7 @@ def _read_truths(column: Any) -> Bools | None:
 def _read_texts(column: Any) -> list[str] | None:
     """Return texts, also from whole numbers; None if a text is empty, padded, or a number such as 1.0.
 
-    `text_of` rejects or changes such texts, which this function cannot do.
+    `text_of` rejects empty texts and changes the other two, so such a column is read cell by cell.
     """
     from pyarrow import compute
 
@@ -71,9 +71,9 @@ def _read_texts(column: Any) -> list[str] | None:
     elif kind != "string":
         return None
     # Matches an empty text, white space at either end, and a final point with or without zeros.
-    needs_cell = compute.match_substring_regex(column, r"^$|^\s|\s$|\.0*$")
+    needs_text_of = compute.match_substring_regex(column, r"^$|^\s|\s$|\.0*$")
     is_ascii = compute.all(compute.string_is_ascii(column)).as_py()
-    if compute.any(needs_cell).as_py():
+    if compute.any(needs_text_of).as_py():
         return None
     texts: list[str] = column.to_pylist()
     # Arrow's regular expressions match only ASCII white space.

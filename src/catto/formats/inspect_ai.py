@@ -145,7 +145,7 @@ def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
 
 
 def read_inspect(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
-    """Read a sample.
+    """Read the question, the grade and the confidence of a sample.
 
     The confidence is the one in the metadata of the score, or else the probability of the answer's token.
 

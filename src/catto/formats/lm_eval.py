@@ -40,6 +40,7 @@ def read_lm_eval(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> 
         KeyError: A field is missing.
         ValueError: A log-likelihood or the target cannot be read, or a generated text has no confidence.
     """
+    # A log of several tasks repeats the number `doc_id`, but not together with `doc_hash`.
     question_keys = [key for key in ("doc_id", "doc_hash") if key in record]
     answer: dict[str, Any] = {"question": " ".join(str(record[key]) for key in question_keys)}
     loglikelihoods = _read_loglikelihoods(record)
@@ -48,7 +49,7 @@ def read_lm_eval(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> 
 
     choices = _list_choices(record, loglikelihoods)
     if len(choices) < 2:
-        raise ValueError("filtered_resps: one log-likelihood, expected one for each of several choices")
+        raise ValueError(f"filtered_resps: expected log-likelihoods of several choices, got {len(choices)}")
     scores = [choice.loglikelihood for choice in choices]
     if names.length_normalised:
         scores = [choice.loglikelihood / max(len(choice.text), 1) for choice in choices]
@@ -64,6 +65,7 @@ def read_lm_eval(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> 
         answer["correct"] = reading.best == gold
     else:
         answer["correct"] = grade
+    # `label_logprobs` must be finite; a choice may have probability 0.
     answer["label_logprobs"] = {
         str(number): logprob for number, logprob in enumerate(reading.logprobs) if isfinite(logprob)
     }

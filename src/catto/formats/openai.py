@@ -19,7 +19,7 @@ def is_completion(record: Fields) -> bool:
 
 
 def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
-    """Read the probability of the label's token from a chat completion with `logprobs`.
+    """Read the answer of a chat completion and its probability from `logprobs`.
 
     Args:
         record: The completion, alone or as the response of a batch.
@@ -36,9 +36,9 @@ def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -
     _require_success(record)
     reply, *others = _find_completion(record)["choices"]
     if others:
-        raise ValueError(f"choices: expected one, got {1 + len(others)}: write a record for each")
+        raise ValueError(f"choices: expected one, got {1 + len(others)}; write one record per choice")
     if not labels:
-        raise ValueError("the right answer is not in a completion: name its field with --gold")
+        raise ValueError("a completion does not contain the right answer: name its field with --gold")
     answer = _read_question(record)
     gold_name = names.gold or "gold"
     answer[gold_name] = text_of(gold_name, record)

@@ -13,11 +13,11 @@ from catto.formats.columns import Fields, logprob_of
 def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_label: str | None) -> dict[str, Any]:
     """Read the probability of the answer at the token where the label begins.
 
-    Some engines log the likeliest token even if a different one was sampled. The logged tokens may then state a
-    different label from the graded one. The probability of the graded label is looked up in `top_logprobs`.
+    Some engines log the likeliest token even if a different one was sampled. The logged tokens may then spell a
+    different label from the graded one. The probability of the graded label is then looked up in `top_logprobs`.
 
     Args:
-        tokens: The tokens of the reply, each with `token`, `logprob` and perhaps `top_logprobs`.
+        tokens: The tokens of the reply, each with `token`, `logprob` and optionally `top_logprobs`.
         labels: The labels of the question; a single label means an open answer.
         graded_label: The answer that the tool graded; None if the reply gives no answer.
 
@@ -49,7 +49,7 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
         # The token may contain only the first letters of the label.
         prefix = text[label_start : min(token_end, label_end)]
     else:
-        prefix = graded_label
+        prefix = graded_label  # `top_logprobs` must contain the whole label
     _require_distinct_prefix(prefix, graded_label, labels=labels, candidates=logprobs)
     logprobs[reading.label] = logprob_of(token["logprob"], "logprob")
     if graded_label not in logprobs:

@@ -50,7 +50,7 @@ def read_uqlm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dic
         The row and catto's own fields. If the user named no confidence, the row's only score is used.
 
     Raises:
-        ValueError: The row has several scores and the user named none.
+        ValueError: The user named no confidence, and the row has several scores or none.
     """
     answer = dict(record)
     prompt = record.get("prompt")
@@ -61,7 +61,9 @@ def read_uqlm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dic
         answer["correct"] = grade
     if names.confidence == "confidence":
         scores = [name for name in UQLM_SCORES if name in record]
-        if len(scores) != 1:
+        if not scores:
+            raise ValueError("found none of uqlm's scores: name the column of the confidence with --confidence")
+        if len(scores) > 1:
             raise ValueError(f"name one of the scores {join_names(scores)} with --confidence")
         answer["confidence"] = record[scores[0]]
     return answer
