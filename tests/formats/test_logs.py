@@ -284,7 +284,9 @@ def test_a_failed_request_of_a_batch_is_named(tmp_path: Path, lost: dict[str, An
 
 def test_a_completion_alone_is_told_to_name_the_gold(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "chat.jsonl", [completion("B", [token("B", 0.3)])])
-    with pytest.raises(DataError, match="row 1: a completion does not contain the right answer: name its field with --gold"):
+    with pytest.raises(
+        DataError, match="row 1: a completion does not contain the right answer: name its field with --gold"
+    ):
         read(path)
 
 
