@@ -1,8 +1,8 @@
-"""Time 8 samples of 32 tokens after a 128-token prompt: our engine beside `model.generate`, interleaved.
+"""Time the generation of 8 samples of 32 tokens after a 128-token prompt: our engine against `model.generate`.
 
-Both arms sample at temperature 1 from the full vocabulary and neither can end early. The model is SmolLM2-135M from the
-folder that CATTO_SMOLLM2 names, else a random Llama of its shape. The last line is one JSON object; `vs_generate` is
-the median over the repeats of our time divided by theirs, so below 1 is ours ahead.
+Both arms sample at temperature 1 from the full vocabulary, and neither can end early. They run in turn. The model is
+SmolLM2-135M from the folder in CATTO_SMOLLM2 or, if it is not set, a random Llama of the same shape. The last line is a
+JSON object. `vs_generate` is the median over the repeats of our time divided by theirs: below 1, ours is faster.
 
     python benchmarks/generate.py --repeats 7 --threads 2
 """
@@ -26,10 +26,17 @@ from catto.engines.transformers import TransformersEngine
 from catto.prompts import prompt_ids
 from catto.records import Message
 
-SAMPLES, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 8, 128, 32, 49152
+SAMPLES = 8
+PROMPT_TOKENS = 128
+NEW_TOKENS = 32
+VOCABULARY = 49152
+
+# Generates all samples and returns the number of generated tokens.
+Arm = Callable[[], int]
 
 
-def random_smollm2() -> TransformersEngine:
+def make_random_smollm2() -> TransformersEngine:
+    """Return an engine with a random Llama of SmolLM2-135M's shape."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=576,
@@ -41,54 +48,69 @@ def random_smollm2() -> TransformersEngine:
         tie_word_embeddings=True,
         max_position_embeddings=2048,
     )
-    words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    token_ids = {f"w{token_id}": token_id for token_id in range(VOCABULARY)}
+    word_tokenizer = Tokenizer(models.WordLevel(token_ids, unk_token="w0"))
+    word_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, unk_token="w0")
     tokenizer.chat_template = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
     return TransformersEngine(LlamaForCausalLM(config).eval(), tokenizer, model_name="random SmolLM2-135M shape")
 
 
-def smollm2() -> TransformersEngine:
-    """The model without end-of-sequence tokens, so that both arms always make 8 x 32 tokens."""
+def load_smollm2() -> TransformersEngine:
+    """Return an engine without end-of-sequence tokens, so that both arms always generate 8 x 32 tokens."""
     folder = os.environ.get("CATTO_SMOLLM2")
-    engine = TransformersEngine.load(folder, dtype=torch.float32) if folder else random_smollm2()
+    engine = TransformersEngine.load(folder, dtype=torch.float32) if folder else make_random_smollm2()
     engine.network.generation_config.eos_token_id = None
     engine.network.generation_config.pad_token_id = 0
     engine.tokenizer.eos_token = None
     return TransformersEngine(engine.network, engine.tokenizer, batch_size=SAMPLES, model_name=engine.model)
 
 
-def chat_of(engine: TransformersEngine) -> tuple[Message, ...]:
-    """A chat whose prompt has exactly 128 tokens."""
+def make_chat(engine: TransformersEngine) -> tuple[Message, ...]:
+    """Return a chat whose prompt has exactly 128 tokens."""
     for words in range(1, PROMPT_TOKENS + 1):
         chat = (Message(role="user", content="the" + " the" * words),)
         if len(prompt_ids(engine.tokenizer, chat)) == PROMPT_TOKENS:
             return chat
-    raise ValueError(f"no chat renders to {PROMPT_TOKENS} tokens with this template")
+    raise ValueError(f"no chat has exactly {PROMPT_TOKENS} tokens with this chat template")
 
 
-def ours(engine: TransformersEngine) -> Callable[[], int]:
-    requests = [
-        Request(question="q", sample=sample, messages=chat_of(engine), temperature=1.0, max_tokens=NEW_TOKENS)
-        for sample in range(SAMPLES)
-    ]
-    return lambda: sum(generation.tokens or 0 for generation in engine.generate(requests))
+def make_our_arm(engine: TransformersEngine) -> Arm:
+    """Return the arm that uses our engine."""
+    chat = make_chat(engine)
+    requests = []
+    for sample in range(SAMPLES):
+        request = Request(question="q", sample=sample, messages=chat, temperature=1.0, max_tokens=NEW_TOKENS)
+        requests.append(request)
+
+    def generate_with_engine() -> int:
+        return sum(generation.tokens or 0 for generation in engine.generate(requests))
+
+    return generate_with_engine
 
 
-def theirs(engine: TransformersEngine) -> Callable[[], int]:
-    prompt = torch.tensor([prompt_ids(engine.tokenizer, chat_of(engine))], device=engine.network.device)
-    # top_k=0 takes the default of 50 off: the same distribution as ours, and less work for this arm
-    settings: dict[str, Any] = {"num_return_sequences": SAMPLES, "do_sample": True, "top_k": 0, "temperature": 1.0}
-    settings |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+def make_their_arm(engine: TransformersEngine) -> Arm:
+    """Return the arm that calls `generate` of the same model."""
+    prompt = torch.tensor([prompt_ids(engine.tokenizer, make_chat(engine))], device=engine.network.device)
+    settings: dict[str, Any] = {
+        "num_return_sequences": SAMPLES,
+        "do_sample": True,
+        # 0 turns off the default of 50: the distribution is the same as ours, and this arm has less work.
+        "top_k": 0,
+        "temperature": 1.0,
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+    }
 
-    def run() -> int:
-        out = engine.network.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-        return int(out[:, PROMPT_TOKENS:].numel())
+    def generate_with_model() -> int:
+        token_ids = engine.network.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        return int(token_ids[:, PROMPT_TOKENS:].numel())
 
-    return run
+    return generate_with_model
 
 
-def seconds(arm: Callable[[], int]) -> float:
+def time_arm(arm: Arm) -> float:
+    """Return the seconds that an arm takes, and check the number of tokens."""
     start = time.perf_counter()
     tokens = arm()
     elapsed = time.perf_counter() - start
@@ -97,14 +119,17 @@ def seconds(arm: Callable[[], int]) -> float:
     return elapsed
 
 
-def interleaved(arms: dict[str, Callable[[], int]], repeats: int) -> dict[str, list[float]]:
-    """Time the arms in turn, the order reversed every other repeat, after one warm-up each."""
+def time_interleaved(arms: dict[str, Arm], repeats: int) -> dict[str, list[float]]:
+    """Time the arms in turn after one warm-up each; every other repeat runs them in reverse order."""
     times: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
         arm()
     for repeat in range(repeats):
-        for name in list(arms)[:: 1 if repeat % 2 == 0 else -1]:
-            times[name].append(seconds(arms[name]))
+        names = list(arms)
+        if repeat % 2 == 1:
+            names.reverse()
+        for name in names:
+            times[name].append(time_arm(arms[name]))
     return times
 
 
@@ -114,15 +139,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    engine = smollm2()
-    times = interleaved({"catto": ours(engine), "generate": theirs(engine)}, arguments.repeats)
-    ratio = statistics.median(a / b for a, b in zip(times["catto"], times["generate"], strict=True))
+    engine = load_smollm2()
+    arms = {"catto": make_our_arm(engine), "generate": make_their_arm(engine)}
+    times = time_interleaved(arms, arguments.repeats)
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(times["catto"], times["generate"], strict=True))
     print(f"{engine.model}, {engine.name}, {arguments.threads} threads, {arguments.repeats} repeats")
     print(f"{'arm':<10} {'median s':>9} {'min s':>9} {'tokens/s':>9}")
-    for name, values in times.items():
-        middle = statistics.median(values)
-        print(f"{name:<10} {middle:>9.3f} {min(values):>9.3f} {SAMPLES * NEW_TOKENS / middle:>9.1f}")
-    medians = {f"{name}_seconds": statistics.median(values) for name, values in times.items()}
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        print(f"{name:<10} {median:>9.3f} {min(seconds):>9.3f} {SAMPLES * NEW_TOKENS / median:>9.1f}")
+    medians = {f"{name}_seconds": statistics.median(seconds) for name, seconds in times.items()}
     print(json.dumps({"vs_generate": ratio, **medians, "model": engine.model, "threads": arguments.threads}))
 
 

@@ -1,12 +1,15 @@
-"""Time and peak memory of forward + backward through the LM head: ours, TRL's and the dense way.
+"""Time and peak memory of a forward and backward pass through the LM head: ours, TRL's and a dense one.
 
     python benchmarks/head.py            # both sizes
     python benchmarks/head.py --quick    # the smaller size, few repeats
 
-Ours returns the log-probabilities of target and rival; TRL's the target's alone (`outputs=()`: its entropy, mean
-logit and top-1 flag are off), and once more with the outputs that its DPOTrainer asks for; dense is log_softmax over
-the full logits with the same two numbers. Time: arms interleaved in one process, median of the ratios. Memory: one
-subprocess an arm, peak resident size above inputs and parameter gradients.
+- ours: the log-probabilities of target and rival.
+- trl: the log-probability of the target only (`outputs=()`: no entropy, mean logit or top-1 flag).
+- trl_dpo: the same with the outputs that TRL's DPOTrainer requests.
+- dense: log_softmax over the full logits, for the same two numbers as ours.
+
+For the time, the arms run in turn in one process; ratios are medians over the repeats. For the memory, each arm has
+its own process; the result is the peak resident size above the inputs and the parameter gradients.
 """
 
 from __future__ import annotations
@@ -19,120 +22,172 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from catto.objectives import token_stats
 
-SIZES = ((512, 576, 49_152), (2_048, 1_024, 151_936))
+
+class Size(NamedTuple):
+    """The shape of a problem."""
+
+    tokens: int
+    width: int
+    vocabulary: int
+
+
+class HeadInputs(NamedTuple):
+    """The inputs of a head: hidden states (N, D) and weight (V, D) with gradients, and target token ids (N,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+
+
+SIZES = (Size(512, 576, 49_152), Size(2_048, 1_024, 151_936))
+# The outputs that TRL's DPOTrainer requests from its head.
 DPO_OUTPUTS = ("entropy", "mean_logits", "is_top1")
-CHUNK = 32_768  # the tile that TRL 1.16's trainers use
-Arm = Callable[[Tensor, Tensor, Tensor], Tensor]
+# The tile size that TRL 1.16's trainers use.
+CHUNK = 32_768
 
 
-def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    stats = token_stats(hidden, weight, targets, extras=())
+def compute_ours(inputs: HeadInputs) -> Tensor:
+    """Return a scalar that depends on the log-probabilities of target and rival."""
+    stats = token_stats(inputs.hidden, inputs.weight, inputs.targets, extras=())
     return stats.target.sum() + stats.rival.exp().sum()
 
 
-def trl(hidden: Tensor, weight: Tensor, targets: Tensor, outputs: tuple[str, ...] = ()) -> Tensor:
+def compute_trl(inputs: HeadInputs, outputs: tuple[str, ...] = ()) -> Tensor:
+    """Return a scalar that depends on the log-probability of the target."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    return ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, CHUNK, None, 1.0, outputs)[0].sum()
+    options = (1.0, CHUNK, None, 1.0, outputs)
+    return ChunkedLogProbFunction.apply(inputs.hidden, inputs.weight, None, inputs.targets, *options)[0].sum()
 
 
-def trl_dpo(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return trl(hidden, weight, targets, DPO_OUTPUTS)
+def compute_trl_dpo(inputs: HeadInputs) -> Tensor:
+    """Return the same as `compute_trl`, computing the outputs for DPO as well."""
+    return compute_trl(inputs, DPO_OUTPUTS)
 
 
-def dense(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    log_p = torch.log_softmax(hidden @ weight.T, -1)
-    index = targets.unsqueeze(-1)
-    return log_p.gather(-1, index).sum() + log_p.scatter(-1, index, -torch.inf).amax(-1).exp().sum()
+def compute_dense(inputs: HeadInputs) -> Tensor:
+    """Return the same as `compute_ours` from the full logits."""
+    logprobs = torch.log_softmax(inputs.hidden @ inputs.weight.T, -1)
+    index = inputs.targets.unsqueeze(-1)
+    target_sum = logprobs.gather(-1, index).sum()
+    return target_sum + logprobs.scatter(-1, index, -torch.inf).amax(-1).exp().sum()
 
 
-ARMS: dict[str, Arm] = {"ours": ours, "trl": trl, "trl_dpo": trl_dpo, "dense": dense}
+ARMS: dict[str, Callable[[HeadInputs], Tensor]] = {
+    "ours": compute_ours,
+    "trl": compute_trl,
+    "trl_dpo": compute_trl_dpo,
+    "dense": compute_dense,
+}
 
 
-def problem(size: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, width, vocabulary = size
+def make_inputs(size: Size) -> HeadInputs:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width).mul_(width**-0.5)
-    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,))
+    hidden = torch.randn(size.tokens, size.width)
+    weight = torch.randn(size.vocabulary, size.width).mul_(size.width**-0.5)
+    targets = torch.randint(size.vocabulary, (size.tokens,))
+    return HeadInputs(hidden.requires_grad_(), weight.requires_grad_(), targets)
 
 
-def step(arm: str, inputs: tuple[Tensor, Tensor, Tensor]) -> float:
-    inputs[0].grad = inputs[1].grad = None
+def time_step(arm: str, inputs: HeadInputs) -> float:
+    """Return the seconds of one forward and backward pass."""
+    inputs.hidden.grad = None
+    inputs.weight.grad = None
     start = time.perf_counter()
-    ARMS[arm](*inputs).backward()
+    ARMS[arm](inputs).backward()
     return time.perf_counter() - start
 
 
-def times(size: tuple[int, int, int], repeats: int) -> dict[str, list[float]]:
-    inputs = problem(size)
-    step("ours", inputs)
-    rounds = [{arm: step(arm, inputs) for arm in ARMS} for _ in range(repeats)]
-    return {arm: [one[arm] for one in rounds] for arm in ARMS}
+def time_interleaved(size: Size, repeats: int) -> dict[str, list[float]]:
+    """Time every arm once per repeat, after a warm-up."""
+    inputs = make_inputs(size)
+    time_step("ours", inputs)
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for _ in range(repeats):
+        for arm in ARMS:
+            times[arm].append(time_step(arm, inputs))
+    return times
 
 
-def peak_memory(arm: str, size: tuple[int, int, int]) -> int:
-    """Bytes above inputs and parameter gradients, measured in a process of its own."""
+def measure_peak_in_subprocess(arm: str, size: Size) -> int:
+    """Return the peak memory of one step in bytes, above the inputs and the parameter gradients."""
     command = [sys.executable, __file__, "--peak", arm, *map(str, size)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def print_peak(arm: str, size: tuple[int, int, int]) -> None:
-    inputs = problem(size)
-    step(arm, problem((8, 16, 64)))  # load what the arm imports before the baseline is taken
-    held = torch.ones(size[2] * size[1]), torch.ones(size[0] * size[1])  # room that the gradients will take
-    # A child begins with its parent's peak, so the peak is set back to what is resident now (Linux).
+def print_peak(arm: str, size: Size) -> None:
+    """Print the peak memory of one step in this process; see `measure_peak_in_subprocess`."""
+    inputs = make_inputs(size)
+    # A small step first, so that the arm's imports are part of the baseline.
+    time_step(arm, make_inputs(Size(8, 16, 64)))
+    # Memory of the size of the gradients, so that they are part of the baseline too.
+    gradient_room = (torch.ones(size.vocabulary * size.width), torch.ones(size.tokens * size.width))
+    # A child process inherits the peak of its parent, so the peak is reset to what is resident now (Linux).
     Path("/proc/self/clear_refs").write_text("5")
-    before = resident_peak()
-    del held
-    step(arm, inputs)
-    print(resident_peak() - before)
+    before = read_resident_peak()
+    del gradient_room
+    time_step(arm, inputs)
+    print(read_resident_peak() - before)
 
 
-def resident_peak() -> int:
-    """Bytes: the peak resident size of this process."""
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+def read_resident_peak() -> int:
+    """Return the peak resident size of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak_line = next(line for line in lines if line.startswith("VmHWM"))
+    kilobytes = int(peak_line.split()[1])
+    return kilobytes * 1024
 
 
-def ratio(of: list[float], to: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+def median_ratio(seconds: list[float], reference: list[float]) -> float:
+    """Return the median over the repeats of one arm's time divided by the time of a reference arm."""
+    return statistics.median(mine / other for mine, other in zip(seconds, reference, strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the smaller size with two repeats")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peak", nargs=4)
+    parser.add_argument("--peak", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         arm, *size = options.peak
-        print_peak(arm, tuple(map(int, size)))
+        print_peak(arm, Size(*map(int, size)))
         return
-    figures: dict[str, float] = {}
-    for size in SIZES[:1] if options.quick else SIZES:
-        seconds = times(size, 2 if options.quick else options.repeats)
-        memory = {arm: peak_memory(arm, size) for arm in ARMS}
-        print(f"\n{size[0]:,} tokens x {size[1]:,} x {size[2]:,} vocabulary, fp32, {torch.get_num_threads()} threads")
-        print(f"{'arm':10}{'median s':>10}{'vs trl':>9}{'vs dense':>10}{'peak MB':>10}{'vs dense':>10}")
-        for arm in ARMS:
-            to_trl, to_dense = ratio(seconds[arm], seconds["trl"]), ratio(seconds[arm], seconds["dense"])
-            share = memory[arm] / memory["dense"]
-            median = statistics.median(seconds[arm])
-            print(f"{arm:10}{median:10.2f}{to_trl:9.2f}{to_dense:10.2f}{memory[arm] / 2**20:10.0f}{share:10.3f}")
-        figures = {
-            "time_vs_trl": round(ratio(seconds["ours"], seconds["trl"]), 3),
-            "time_vs_trl_dpo": round(ratio(seconds["ours"], seconds["trl_dpo"]), 3),
-            "time_vs_dense": round(ratio(seconds["ours"], seconds["dense"]), 3),
-            "memory_vs_dense": round(memory["ours"] / memory["dense"], 4),
-            "memory_vs_trl": round(memory["ours"] / memory["trl"], 3),
-        }
-    print(json.dumps(figures))
+    sizes = SIZES[:1] if options.quick else SIZES
+    repeats = 2 if options.quick else options.repeats
+    results: dict[str, float] = {}
+    for size in sizes:
+        results = compare_arms(size, repeats)
+    # The last size is the one whose ratios are reported.
+    print(json.dumps(results))
+
+
+def compare_arms(size: Size, repeats: int) -> dict[str, float]:
+    """Print a table of all arms, and return the ratios of ours to the others."""
+    times = time_interleaved(size, repeats)
+    peaks = {arm: measure_peak_in_subprocess(arm, size) for arm in ARMS}
+    threads = torch.get_num_threads()
+    print(f"\n{size.tokens:,} tokens x {size.width:,} x {size.vocabulary:,} vocabulary, fp32, {threads} threads")
+    print(f"{'arm':10}{'median s':>10}{'vs trl':>9}{'vs dense':>10}{'peak MB':>10}{'vs dense':>10}")
+    for arm in ARMS:
+        time_columns = f"{statistics.median(times[arm]):10.2f}{median_ratio(times[arm], times['trl']):9.2f}"
+        time_columns += f"{median_ratio(times[arm], times['dense']):10.2f}"
+        memory_columns = f"{peaks[arm] / 2**20:10.0f}{peaks[arm] / peaks['dense']:10.3f}"
+        print(f"{arm:10}{time_columns}{memory_columns}")
+    return {
+        "time_vs_trl": round(median_ratio(times["ours"], times["trl"]), 3),
+        "time_vs_trl_dpo": round(median_ratio(times["ours"], times["trl_dpo"]), 3),
+        "time_vs_dense": round(median_ratio(times["ours"], times["dense"]), 3),
+        "memory_vs_dense": round(peaks["ours"] / peaks["dense"], 4),
+        "memory_vs_trl": round(peaks["ours"] / peaks["trl"], 3),
+    }
 
 
 if __name__ == "__main__":

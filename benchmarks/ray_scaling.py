@@ -1,10 +1,11 @@
-"""Eight independent cells on a Ray cluster of two workers against one, one thread each, and Ray's overhead a stage.
+"""Time eight independent cells on Ray clusters of one and two workers with one thread each, and Ray's overhead.
 
-python benchmarks/ray_scaling.py [EPOCHS]
+    python benchmarks/ray_scaling.py [EPOCHS]
 
-A cell is a training of EPOCHS (8) and its test predictions; the stages that all cells share are done before. Each time
-is that of a whole run on a cluster that is up: connecting, starting workers, importing torch in each. The overhead is
-what a light stage takes longer than in the local runner, without what a run of one stage takes. The last line is JSON.
+A cell consists of a training run of EPOCHS epochs (default: 8) and its test predictions; the stages that all cells
+share are done before. Each time is that of a whole run on a cluster that is already up: connecting, starting the
+workers and importing torch in each. The overhead is the additional time that a light stage takes compared with the
+local runner, without the fixed time of a run. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported, here and in the workers.
+# These must be set before torch is imported, here and in the workers.
 os.environ.update(
     OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false"
 )
@@ -32,11 +33,14 @@ from catto.pipeline.plan import Graph
 from catto.pipeline.stage import Stage, list_needed
 from catto.recipe.settings import Recipe
 
-CELLS, LIGHT = 8, 40
-WORLD = {"witnesses": {"train": 200, "validation": 20, "test": 40}}
+CELLS = 8
+LIGHT_STAGES = 40
+# The kinds of stages that each cell runs for itself; the cells share all others.
+CELL_KINDS = {"train", "chosen", "generated", "predicted"}
+TASKS = {"witnesses": {"train": 200, "validation": 20, "test": 40}}
 
 
-class Silent:
+class SilentDisplay:
     """A display that shows nothing."""
 
     def started(self, stage: Stage, number: int, total: int) -> None:
@@ -49,10 +53,11 @@ class Silent:
         """Show nothing."""
 
 
-def recipe_of(seeds: int, epochs: int) -> Recipe:
+def make_recipe(seeds: int, epochs: int) -> Recipe:
+    """Return a recipe with one SFT model per seed."""
     settings: dict[str, Any] = {
         "name": "scaling",
-        "tasks": WORLD,
+        "tasks": TASKS,
         "model": {"scratch": {}},
         "methods": ["sft"],
         "seeds": list(range(seeds)),
@@ -65,51 +70,62 @@ def recipe_of(seeds: int, epochs: int) -> Recipe:
     return Recipe.model_validate(settings)
 
 
-def seconds_on(workers: int, recipe: Recipe, goals: Sequence[Stage], root: Path) -> float:
-    """Run the goals on a new cluster; the time without that of the cluster's start."""
+def time_on_ray(workers: int, recipe: Recipe, goals: Sequence[Stage], root: Path) -> float:
+    """Run the goals on a new cluster, and return the seconds without those for starting the cluster.
+
+    Args:
+        workers: Number of workers, each with one CPU.
+        recipe: The recipe.
+        goals: The stages to run, with everything that they need.
+        root: Folder of the run.
+    """
     node = {"num_cpus": workers, "object_store_memory": ray_runner.OBJECT_STORE, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
-        began = time.perf_counter()
-        outcome = ray_runner.run_on_ray(root, recipe, goals, Silent(), cluster.address)
-        took = time.perf_counter() - began
+        start = time.perf_counter()
+        outcome = ray_runner.run_on_ray(root, recipe, goals, SilentDisplay(), cluster.address)
+        seconds = time.perf_counter() - start
     finally:
         cluster.shutdown()
     assert not outcome.failed, outcome.failed
-    return took
+    return seconds
 
 
-def scaling(folder: Path, epochs: int) -> dict[str, float]:
-    recipe = recipe_of(CELLS, epochs)
+def measure_scaling(folder: Path, epochs: int) -> dict[str, float]:
+    """Time the same cells on one and on two workers."""
+    recipe = make_recipe(CELLS, epochs)
     goals = [cell.predictions for cell in Graph(recipe).list_cells()]
-    heavy = {"train", "chosen", "generated", "predicted"}
-    times = {}
+    shared_stages = [stage for stage in list_needed(goals) if stage.kind not in CELL_KINDS]
+    seconds = {}
     for workers in (1, 2):
         root = folder / str(workers)
-        shared = [stage for stage in list_needed(goals) if stage.kind not in heavy]
-        assert not runner.run_goals(root, shared, Silent()).failed
-        times[workers] = seconds_on(workers, recipe, goals, root)
-        print(f"{CELLS} cells on {workers} worker{'s' * (workers > 1)}: {times[workers]:.1f} s", flush=True)
-    return {"one_seconds": times[1], "two_seconds": times[2], "two_vs_one": times[2] / times[1]}
+        assert not runner.run_goals(root, shared_stages, SilentDisplay()).failed
+        seconds[workers] = time_on_ray(workers, recipe, goals, root)
+        unit = "worker" if workers == 1 else "workers"
+        print(f"{CELLS} cells on {workers} {unit}: {seconds[workers]:.1f} s", flush=True)
+    return {"one_seconds": seconds[1], "two_seconds": seconds[2], "two_vs_one": seconds[2] / seconds[1]}
 
 
-def overhead(folder: Path) -> float:
-    """Seconds that a light stage takes longer on Ray."""
-    recipe = recipe_of(LIGHT, 1)
+def measure_overhead(folder: Path) -> float:
+    """Return the additional seconds that a light stage takes on Ray."""
+    recipe = make_recipe(LIGHT_STAGES, epochs=1)
     goals = [Graph(recipe).plan_questions("witnesses", "test", seed) for seed in recipe.seeds]
-    began = time.perf_counter()
-    assert not runner.run_goals(folder / "here", goals, Silent()).failed
-    here = (time.perf_counter() - began) / LIGHT
-    one, all_of_them = (seconds_on(1, recipe, some, folder / str(len(some))) for some in (goals[:1], goals))
-    return (all_of_them - one) / (LIGHT - 1) - here
+    start = time.perf_counter()
+    assert not runner.run_goals(folder / "here", goals, SilentDisplay()).failed
+    local_stage_seconds = (time.perf_counter() - start) / LIGHT_STAGES
+    one_stage_run = time_on_ray(1, recipe, goals[:1], folder / "1")
+    full_run = time_on_ray(1, recipe, goals, folder / str(LIGHT_STAGES))
+    # The difference of the two runs does not include the fixed time of a run.
+    ray_stage_seconds = (full_run - one_stage_run) / (LIGHT_STAGES - 1)
+    return ray_stage_seconds - local_stage_seconds
 
 
 def main() -> None:
     epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     with tempfile.TemporaryDirectory() as folder:
-        numbers = scaling(Path(folder), epochs)
-        numbers["overhead_seconds"] = overhead(Path(folder))
-    print(json.dumps({name: round(value, 3) for name, value in numbers.items()}))
+        results = measure_scaling(Path(folder), epochs)
+        results["overhead_seconds"] = measure_overhead(Path(folder))
+    print(json.dumps({name: round(value, 3) for name, value in results.items()}))
 
 
 if __name__ == "__main__":

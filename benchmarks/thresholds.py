@@ -1,10 +1,10 @@
-"""How often `catto calibrate threshold` finds a threshold, how much it answers and how often its promise fails.
+"""Measure how often `catto calibrate threshold` finds a threshold, its coverage, and how often its promise is broken.
 
     python benchmarks/thresholds.py --draws 1000
     python benchmarks/thresholds.py --draws 200 --mapie      # pip install mapie
 
-Every world has a known error rate above each threshold, so a failed promise can be counted. The method of catto is
-compared with the one before it: 76 thresholds fixed in advance, each with 1/76 of delta.
+In every world the error rate above each threshold is known, so broken promises can be counted. The method of catto is
+compared with its predecessor: 76 thresholds fixed in advance, each tested at 1/76 of delta.
 """
 
 from __future__ import annotations
@@ -26,26 +26,49 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Method = Callable[[Floats, Bools], float | None]
 
+# The promised error rate, and the accepted probability of breaking the promise.
 RISK = 0.1
 DELTA = 0.05
+# Numbers of calibration answers.
 SIZES = (400, 3000)
-# A rate of broken promises with a smaller probability, given delta, would be significantly above delta.
+# Significance level at which a rate of broken promises counts as above delta.
 SIGNIFICANCE = 0.01
 
-# World -> (confidence of a uniform number, probability of being right at a confidence).
-WORLDS: dict[str, tuple[Callable[[Floats], Floats], Callable[[Floats], Floats]]] = {
-    "7 % wrong at every confidence": (lambda u: 0.8 + 0.2 * u, lambda c: np.full_like(c, 0.93)),
-    "calibrated, 30 % wrong": (lambda u: 0.4 + 0.6 * u, lambda c: c),
-    "sharp: sure answers are right": (lambda u: 0.3 + 0.7 * u, lambda c: 1 / (1 + np.exp(-12 * (c - 0.45)))),
-    "four confidences": (lambda u: np.array([0.5, 0.9, 0.99, 1.0])[(4 * u).astype(int)], lambda c: 0.35 + 0.57 * c),
-    "10.05 % wrong, half of it good": (lambda u: u, lambda c: np.where(c > 0.5, 0.97, 0.829)),
-    "10.3 % wrong at every confidence": (lambda u: u, lambda c: np.full_like(c, 0.897)),
-    "sure answers are wrong more often": (lambda u: 0.5 + 0.5 * u, lambda c: 0.93 - 0.1 * (c - 0.5)),
+
+class World(NamedTuple):
+    """A distribution of answers.
+
+    Attributes:
+        draw_confidence: Turns uniform random numbers into confidences, (N,) -> (N,).
+        chance_of_right: Probability of a right answer at each confidence, (N,) -> (N,).
+    """
+
+    draw_confidence: Callable[[Floats], Floats]
+    chance_of_right: Callable[[Floats], Floats]
+
+
+# `u` is uniform in [0, 1), and `c` is the confidence.
+WORLDS: dict[str, World] = {
+    "7 % wrong at every confidence": World(lambda u: 0.8 + 0.2 * u, lambda c: np.full_like(c, 0.93)),
+    "calibrated, 30 % wrong": World(lambda u: 0.4 + 0.6 * u, lambda c: c),
+    "sharp: sure answers are right": World(lambda u: 0.3 + 0.7 * u, lambda c: 1 / (1 + np.exp(-12 * (c - 0.45)))),
+    "four confidences": World(
+        lambda u: np.array([0.5, 0.9, 0.99, 1.0])[(4 * u).astype(int)], lambda c: 0.35 + 0.57 * c
+    ),
+    "10.05 % wrong, half of it good": World(lambda u: u, lambda c: np.where(c > 0.5, 0.97, 0.829)),
+    "10.3 % wrong at every confidence": World(lambda u: u, lambda c: np.full_like(c, 0.897)),
+    "sure answers are wrong more often": World(lambda u: 0.5 + 0.5 * u, lambda c: 0.93 - 0.1 * (c - 0.5)),
 }
 
 
 class Outcome(NamedTuple):
-    """What a method did on many samples of one world; coverage counts as 0 without a threshold."""
+    """The results of a method on many samples of one world.
+
+    Attributes:
+        found: Share of the samples with a threshold.
+        coverage: Mean share of answers above the threshold; 0 for samples without one.
+        broken: Share of the samples whose threshold has a true error rate above the promised one.
+    """
 
     found: float
     coverage: float
@@ -55,16 +78,18 @@ class Outcome(NamedTuple):
 def find_with_union_bound(confidence: Floats, correct: Bools) -> float | None:
     """Return the lowest of 76 fixed thresholds that passes the exact binomial test at delta / 76."""
     thresholds = np.array(STOPS)
-    wrong = np.sort(confidence[~correct])
-    answered = len(confidence) - np.searchsorted(np.sort(confidence), thresholds)
-    errors = len(wrong) - np.searchsorted(wrong, thresholds)
-    chance_of_so_few = bdtr(errors, np.maximum(answered, 1), RISK)
-    passed = thresholds[(answered > 0) & (chance_of_so_few <= DELTA / len(thresholds))]
+    sorted_confidence = np.sort(confidence)
+    sorted_wrong = np.sort(confidence[~correct])
+    answered = len(sorted_confidence) - np.searchsorted(sorted_confidence, thresholds)
+    errors = len(sorted_wrong) - np.searchsorted(sorted_wrong, thresholds)
+    p_value = bdtr(errors, np.maximum(answered, 1), RISK)
+    passes = (answered > 0) & (p_value <= DELTA / len(thresholds))
+    passed = thresholds[passes]
     return float(passed[0]) if len(passed) else None
 
 
 def find_in_sequence(confidence: Floats, correct: Bools) -> float | None:
-    """Return catto's threshold."""
+    """Return the threshold that catto finds."""
     return threshold_for_risk(confidence, correct, RISK, DELTA).threshold
 
 
@@ -72,7 +97,11 @@ METHODS: dict[str, Method] = {"before": find_with_union_bound, "now": find_in_se
 
 
 def make_mapie_method(starts: int | None) -> Method:
-    """Return MAPIE's risk control: Bonferroni-Holm, its default, or fixed sequences with this many starts."""
+    """Return MAPIE's risk control as a method.
+
+    Args:
+        starts: Number of starts of the fixed sequences; None uses Bonferroni-Holm, MAPIE's default.
+    """
     from mapie.risk_control import BinaryClassificationController, FWERFixedSequenceTesting, precision
 
     correction = "bonferroni_holm" if starts is None else FWERFixedSequenceTesting(n_starts=starts)
@@ -93,9 +122,9 @@ def make_mapie_method(starts: int | None) -> Method:
 
 
 def main() -> None:
-    """Print one line per world and size."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=1000)
+    """Print one table row per world and size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=1000, help="number of samples per world and size")
     parser.add_argument("--mapie", action="store_true", help="compare with MAPIE's risk control instead")
     arguments = parser.parse_args()
     draws = arguments.draws
@@ -106,38 +135,47 @@ def main() -> None:
     largest = binom.ppf(1 - SIGNIFICANCE, draws, DELTA) / draws
     print(f"target risk {RISK}, delta {DELTA}, {draws} draws; broken above {largest:.1%} is significantly above delta")
     titles = ["world", "rows"]
-    for number in Outcome._fields:
-        titles += [f"{number} {name}" for name in methods]
+    for quantity in Outcome._fields:
+        titles += [f"{quantity} {name}" for name in methods]
     print(f"| {' | '.join(titles)} |")
     print("|---" * len(titles) + "|")
     for world in WORLDS:
         for rows in SIZES:
             outcomes = [simulate(world, rows, draws, method) for method in methods.values()]
             cells = [world, f"{rows:,}"]
-            for shares in zip(*outcomes, strict=True):
-                cells += [f"{100 * share:.1f}" for share in shares]
+            for shares_of_methods in zip(*outcomes, strict=True):
+                cells += [f"{100 * share:.1f}" for share in shares_of_methods]
             print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def simulate(world: str, rows: int, draws: int, method: Method) -> Outcome:
-    """Fit thresholds on many samples of one world, the same samples for every method."""
-    draw_confidence, chance = WORLDS[world]
+    """Apply a method to many samples of one world. Every method gets the same samples.
+
+    Args:
+        world: Name of the world.
+        rows: Number of answers in a sample.
+        draws: Number of samples.
+        method: The method.
+    """
+    draw_confidence, chance_of_right = WORLDS[world]
     rng = np.random.default_rng(0)
-    falling = np.sort(draw_confidence(rng.random(1_000_000)))[::-1]
-    errors = np.cumsum(1 - chance(falling))
+    # The true error rate above a threshold is computed from a large population of confidences in descending order.
+    population = np.sort(draw_confidence(rng.random(1_000_000)))[::-1]
+    expected_errors = np.cumsum(1 - chance_of_right(population))
     found = 0
     coverage = 0.0
     broken = 0
     for _ in range(draws):
         confidence = draw_confidence(rng.random(rows))
-        correct = rng.random(rows) < chance(confidence)
+        correct = rng.random(rows) < chance_of_right(confidence)
         threshold = method(confidence, correct)
         if threshold is None:
             continue
-        answered = int(np.searchsorted(-falling, -threshold, side="right"))
         found += 1
-        coverage += answered / len(falling)
-        broken += bool(answered and errors[answered - 1] / answered > RISK)
+        answered = int(np.searchsorted(-population, -threshold, side="right"))
+        coverage += answered / len(population)
+        if answered and expected_errors[answered - 1] / answered > RISK:
+            broken += 1
     return Outcome(found / draws, coverage / draws, broken / draws)
 
 
