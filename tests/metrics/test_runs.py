@@ -118,6 +118,20 @@ def test_the_interval_of_the_mean_holds_the_mean_accuracy_and_has_binomial_width
     assert found.high - found.low == pytest.approx(0.196, abs=0.02)
 
 
+def test_row_i_of_long_runs_without_ids_is_the_same_question() -> None:
+    """20,000 rows: more than are numbered in the order of their confidence when there is a single run."""
+    runs = [rows(seed, n=20_000) for seed in (0, 1)]
+    without_ids = [Answers(None, run.confidence, run.correct) for run in runs]
+    with_ids = bootstrap_table({"accuracy": accuracy}, runs, resamples=20)["accuracy"]
+    assert bootstrap_table({"accuracy": accuracy}, without_ids, resamples=20)["accuracy"] == with_ids
+
+
+def test_runs_with_and_without_ids_are_refused() -> None:
+    run = rows(0)
+    with pytest.raises(ValueError, match="give the ids of all runs or of none"):
+        bootstrap_table({"accuracy": accuracy}, [run, Answers(None, run.confidence, run.correct)], resamples=5)
+
+
 def test_only_a_test_that_may_show_something_is_carried_on() -> None:
     """100 swaps first. A difference of 40 points then gets 2,000; two draws of the same model stay at 100."""
     a, other = rows(0, 300), rows(1, 300)

@@ -218,22 +218,26 @@ def number_questions(ids: Sequence[Sequence[object] | None], confidences: Sequen
     """Number the questions of all runs together.
 
     Args:
-        ids: For each run, the question id of each row; an id has the same number in all runs. None if each row is a
-            question of its own: the rows get the numbers 0 to N - 1, in order or, in a long run, by confidence. Two
-            such runs share these numbers, so several runs should have ids.
+        ids: For each run, the question id of each row; an id has the same number in all runs. Without ids, each row of
+            a single run is a question of its own, and row i of several runs is the same question.
         confidences: For each run, the confidence of each row, (N,).
 
     Returns:
         The numbers, from 0.
 
     Raises:
-        ValueError: A run does not have one id per row.
+        ValueError: A run does not have one id per row, or some runs have ids and others do not.
     """
+    lacks_ids = [run_ids is None for run_ids in ids]
+    if all(lacks_ids):
+        return _number_by_row(confidences)
+    if any(lacks_ids):
+        raise ValueError("some runs have question ids and others do not: give the ids of all runs or of none")
+
     number_of_id: dict[object, int] = {}
     of_rows: list[Ints] = []
     for run_ids, c in zip(ids, confidences, strict=True):
         if run_ids is None:
-            of_rows.append(_number_rows(c))
             continue
         if len(run_ids) != len(c):
             raise ValueError(f"questions has {len(run_ids)} rows and confidence has {len(c)}, expected the same number")
@@ -242,17 +246,19 @@ def number_questions(ids: Sequence[Sequence[object] | None], confidences: Sequen
             next_number = len(number_of_id)
             numbers.append(number_of_id.setdefault(question_id, next_number))
         of_rows.append(np.array(numbers, dtype=np.intp))
-    highest = max(int(numbers.max()) for numbers in of_rows)
-    return Numbering(of_rows, highest + 1)
+    return Numbering(of_rows, len(number_of_id))
 
 
-def _number_rows(confidence: Floats) -> Ints:
-    """Number the rows of a run whose every row is a question. (N,) -> (N,)."""
-    numbers = np.arange(len(confidence))
-    if len(confidence) > BLOCK:
-        # In order of confidence, like the rows of a `WeightedRun`, so that weights are read in the order of memory.
-        numbers[np.argsort(confidence, kind="stable")] = np.arange(len(confidence))
-    return numbers
+def _number_by_row(confidences: Sequence[Floats]) -> Numbering:
+    """Number the questions of runs without ids by the position of their rows."""
+    of_rows = [np.arange(len(confidence)) for confidence in confidences]
+    questions = max(len(confidence) for confidence in confidences)
+    if len(confidences) == 1 and questions > BLOCK:
+        # Any order will do for a single run. In order of confidence, like the rows of a `WeightedRun`, the weights are
+        # read in the order of memory.
+        by_confidence = np.argsort(confidences[0], kind="stable")
+        of_rows[0][by_confidence] = np.arange(questions)
+    return Numbering(of_rows, questions)
 
 
 def cut_into_batches(
