@@ -193,7 +193,7 @@ def test_a_caption_explains_what_its_table_has_and_nothing_else(methods: tuple[s
     for table in build_tables(world.numbers, world.results):
         for name, note in by_kind[table.kind].notes.items():
             there = any(getattr(entry, name) for line in table.lines for entry in line.entries)
-            assert (note in table.caption) == there, (table.name, name)
+            assert (note.replace("{baseline}", "DPO") in table.caption) == there, (table.name, name)
             explained[name] += there
         assert ("DPO" in table.caption) <= (len(methods) > 1), table.name
     assert explained["interval"]
@@ -516,6 +516,14 @@ def test_a_difference_stands_with_its_interval_and_corrected_p_value(tables: Tab
     assert f"\\[{100 * shown.low:+.2f}, {100 * shown.high:+.2f}]" in text
     brier = entry_of(tables["in-distribution-paper"], "sft", "snli", "brier").versus
     assert f"to DPO {brier.difference:+.4f}" in text
+
+
+def test_the_method_that_others_are_compared_with_is_named_everywhere() -> None:
+    measured_against_sft = measured(SMALL).numbers.model_copy(update={"baseline": "sft"})
+    (table, *_) = build_group_tables(measured_against_sft, "in")
+    text = render_markdown(table)
+    assert "to SFT: the difference to SFT" in text
+    assert "to DPO" not in text
 
 
 def test_p_values_are_corrected_over_the_comparisons_of_one_table() -> None:

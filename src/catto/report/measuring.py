@@ -76,7 +76,8 @@ class SeedGroup(NamedTuple):
         budget: The budget of the group; None if no cell has one.
         in_distribution: Whether the cells are tested on the task that they were trained on.
         cells: Indices of the group's cells, by seed.
-        baseline: Indices of the DPO cells of the same seeds; empty for DPO itself, and if any of them is missing.
+        baseline: Indices of the baseline's cells with the same seeds; empty for the baseline itself, and if any of them
+            is missing.
     """
 
     budget: Budget | None

@@ -254,8 +254,8 @@ class GroupNumbers(MeasuredPlace):
         metrics: Metric -> mean and standard deviation over the seeds.
         intervals: Metric -> mean over the seeds, with a bootstrap interval over questions.
         papers_budget: Whether training used the paper's budget; if so, the paper's numbers may be printed too.
-        versus: Metric -> difference to DPO; empty for DPO itself, and if DPO lacks one of the seeds.
-        versus_seed: Seed -> metric -> difference to DPO, with uncorrected p-values.
+        versus: Metric -> difference to the baseline; empty for the baseline itself, and if it lacks one of the seeds.
+        versus_seed: Seed -> metric -> difference to the baseline, with uncorrected p-values.
         selection: k -> rule -> accuracy of choosing among k samples.
         others: The same numbers as in `CellNumbers.others`.
     """

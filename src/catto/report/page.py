@@ -88,6 +88,7 @@ def render_page(
         metrics=METRICS,
         browser=browser,
         names=names,
+        baseline=_title_baseline(numbers),
         inline_svg=inline_svg,
         group_index={group.input: index for index, group in enumerate(numbers.groups)},
         colours=_choose_colours(methods),
@@ -176,9 +177,17 @@ def _collect_data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
         "groups": [_make_card(group, numbers.cells) for group in numbers.groups],
         "methods": {method: method_title(method) for method in sorted(methods, key=method_order)},
         "tasks": {task: task_title(task) for task in sorted(tasks, key=task_order)},
+        "baseline": _title_baseline(numbers),
         "budgets": {str(budget): names.BUDGET_TITLES[budget] for budget in numbers.budgets if budget},
         "browser": browser.data(),
     }
+
+
+def _title_baseline(numbers: Numbers) -> str:
+    """Return the title of the method that the others are compared with; `the baseline` if nothing is compared."""
+    if numbers.baseline is None:
+        return "the baseline"
+    return method_title(numbers.baseline)
 
 
 def _make_card(group: GroupNumbers, cells: Sequence[CellNumbers]) -> dict[str, Any]:

@@ -87,8 +87,9 @@ class Entry:
         std: Standard deviation over seeds.
         interval: Lower and upper end of the interval.
         null: Lower and upper end of the null band.
-        versus: Difference to DPO, in the group's unit.
-        mark: `*` if it is significantly better than DPO, a dagger if it is significantly worse.
+        versus: Difference to the baseline, in the group's unit.
+        baseline: Title of the method that is the baseline.
+        mark: `*` if it is significantly better than the baseline, a dagger if it is significantly worse.
         paper: The number that the paper prints.
         best: Whether it is printed in bold.
         group: The group that the number comes from.
@@ -103,6 +104,7 @@ class Entry:
     interval: tuple[float, float] | None = None
     null: tuple[float, float] | None = None
     versus: Versus | None = None
+    baseline: str = ""
     mark: str = ""
     paper: str = ""
     best: bool = False
@@ -112,7 +114,10 @@ class Entry:
     forced: str = ""
 
     def details(self) -> list[str]:
-        """Return the lines below the value: interval or deviation, null band, notes, comparisons with DPO and paper."""
+        """Return the lines below the value.
+
+        They are the interval or the deviation, the null band, the notes, and the comparisons with baseline and paper.
+        """
         lines = []
         if self.interval is not None:
             lines.append(f"[{self._format_ends(self.interval, separator=', ')}]")
@@ -138,9 +143,9 @@ class Entry:
         return f"{low:.{self._decimals}f}{separator}{high:.{self._decimals}f}"
 
     def _describe_difference(self, versus: Versus) -> list[str]:
-        """Return one line with the difference to DPO and its p-value, and one with its interval if it has one."""
+        """Return a line with the difference to the baseline and its p-value, and one with its interval, if any."""
         difference = self._format_signed(versus.difference)
-        lines = [f"to DPO {difference}{_format_p_value(versus.p_corrected)}"]
+        lines = [f"to {self.baseline} {difference}{_format_p_value(versus.p_corrected)}"]
         if not isnan(versus.low):
             lines.append(f"[{self._format_signed(versus.low)}, {self._format_signed(versus.high)}]")
         return lines

@@ -172,10 +172,12 @@ class TableSpec:
         columns: the columns of one task.
         settings: the settings that have such a table; exactly one in the specs that `read_specs` returns.
         shows: "mean": the mean over seeds; "short": the mean and its mark; "all": the mean and its mark, with interval,
-            null band and difference to DPO; "std": the standard deviation over seeds.
+            null band and difference to the baseline; "std": the standard deviation over seeds.
         needs: name of a number; groups that lack it are left out.
         each: whether each task and training set gets its own table.
-        notes: field of `Entry` -> sentence that is added to the caption if that field of any entry is set.
+        notes: field of `Entry` -> sentence that is added to the caption if that field of any entry is set. It may
+            contain {baseline}.
+        baseline: title of the method that the others are compared with.
     """
 
     kind: str
@@ -188,6 +190,7 @@ class TableSpec:
     needs: str = "accuracy"
     each: bool = False
     notes: dict[str, str] = field(default_factory=dict)
+    baseline: str = ""
 
 
 @cache
@@ -223,6 +226,13 @@ def _restrict_to_setting(spec: TableSpec, setting: Setting) -> TableSpec:
         stem=spec.stem.format(**texts),
         title=spec.title.format(**texts),
     )
+
+
+def _name_baseline(spec: TableSpec, numbers: Numbers) -> TableSpec:
+    """Return the spec with the title of the method that the others are compared with."""
+    if numbers.baseline is None:
+        return spec
+    return replace(spec, baseline=method_title(numbers.baseline))
 
 
 def _read_package_file(name: str) -> str:
@@ -291,7 +301,7 @@ def _write_caption(spec: TableSpec, columns: Iterable[Column], lines: Iterable[L
     sentences = [spec.caption]
     for field_name, note in spec.notes.items():
         if any(getattr(entry, field_name) for entry in entries):
-            sentences.append(note)
+            sentences.append(note.replace("{baseline}", spec.baseline))
     # The same column occurs once for each task; its note is printed once.
     sentences += dict.fromkeys(column.note for column in columns if column.note)
     return " ".join(sentences)
@@ -323,7 +333,7 @@ def build_summary(numbers: Numbers) -> Table:
     Numbers are printed with the decimals that N supports. Methods that cannot be distinguished from the best one are
     bold, unless this applies to all of them.
     """
-    spec = read_specs()["summary"]
+    spec = _name_baseline(read_specs()["summary"], numbers)
     groups = numbers.first_screen
 
     def make_entry(row: TableRow, column: Column) -> Entry:
@@ -431,7 +441,7 @@ def list_sizes(groups: Iterable[GroupNumbers]) -> list[int]:
 
 def build_group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
     """Build the tables of the given kinds, for every budget."""
-    wanted = [spec for spec in read_specs().values() if spec.kind in kinds]
+    wanted = [_name_baseline(spec, numbers) for spec in read_specs().values() if spec.kind in kinds]
     tables = []
     for spec, budget in product(wanted, numbers.budgets):
         (setting,) = spec.settings
@@ -539,12 +549,13 @@ def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> 
 
 
 def _add_comparison(entry: Entry, spec: TableSpec, column: Column, group: GroupNumbers) -> None:
-    """Set the mark, difference to DPO, interval and null band of an entry, if this kind of table shows them."""
+    """Set the mark, difference to the baseline, interval and null band, if this kind of table shows them."""
     versus = group.versus.get(column.metric)
     if spec.shows in ("short", "all") and versus is not None:
         entry.mark = versus.mark(column.metric)
     if spec.shows == "all":
         entry.versus = versus
+        entry.baseline = spec.baseline
         entry.interval = _scale_ends(group.intervals[column.metric], column.scale)
         if column.metric == "ece":
             entry.null = _scale_ends(group.null, column.scale)

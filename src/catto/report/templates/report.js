@@ -94,7 +94,7 @@ const DEFINITIONS = Object.fromEntries([...document.querySelectorAll("#definitio
     if (main === "ece" && !deviation) special.push(line("null", `${percent(group.null.low)} to ${percent(group.null.high)}`));
     if (group.versus[main] && !deviation) special.push(line("versus", versusText(main, group.versus[main])));
     const seeds = group.by_seed.filter(one => (one[main] ?? null) !== null).map(one => el("tr", {}, el("th", { scope: "row" }, "Seed " + one.seed), el("td", {}, scaled(main, one[main])),
-      el("td", {}, group.versus_seed[one.seed]?.[main] ? versusText(main, group.versus_seed[one.seed][main]) + " to DPO" : "")));
+      el("td", {}, group.versus_seed[one.seed]?.[main] ? versusText(main, group.versus_seed[one.seed][main]) + " to " + DATA.baseline : "")));
     body.replaceChildren(
       el("h3", { id: "card-title" }, `${definition.title}${suffix}: ${title}${source}${budget}`),
       group.forced ? el("p", { class: "forced" }, group.forced) : "",
