@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import shlex
@@ -116,16 +115,6 @@ def anchors(page: Path) -> set[str]:
     """What a heading is linked by: lower case, punctuation off, blanks to hyphens."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_tests_that_are_named_exist() -> None:
-    named = set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", everything()))
-    assert len(named) > 20
-    for file, test in named:
-        (path,) = (ROOT / "tests").rglob(file)
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        assert test in names, f"{file}::{test}"
 
 
 def test_functions_of_the_equation_table_exist() -> None:
