@@ -254,11 +254,14 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 
 
 def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidences:
-    """Read answers; the result is a GradedAnswers if the rows show which of them are right.
+    """Read the confidences of a file and, if the file shows it, which answers are right.
 
     Args:
         path: Any file that `catto measure` reads.
         names: Names of the columns.
+
+    Returns:
+        The answers, as `GradedAnswers` if the file shows which of them are right.
 
     Raises:
         DataError: The file has no rows, a row is bad, or a column that was named is missing.
@@ -269,12 +272,13 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     read_as = _keep_parse_kinds(path, columns.get("source"))
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = None
-    # `_choose_correctness` has chosen to read `correct`, to read `gold`, or neither.
+    # At most one of these columns was read: `_choose_correctness` has chosen.
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
     elif "gold" in columns:
         with data_errors_at(path):
             graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
+        # With `names.positive`, the column has the probability of that label; `graded` has that of the answer.
         confidence = graded.confidence
         correct = graded.correct
     answers = Confidences(
@@ -299,7 +303,7 @@ def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
     if names.prediction:
         options.append("--prediction")
     if len(options) > 1:
-        raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right, give only one")
+        raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right; give only one")
 
 
 def _keep_parse_kinds(path: Path, sources: list[str] | None) -> list[str] | None:
@@ -367,10 +371,10 @@ class _ColumnStep(NamedTuple):
 
 
 def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
-    """Read the columns of any file of answers: logs of other tools, small files, and tables with a bad cell.
+    """Read the columns row by row; this works for any file, but is slower than `_read_plain_columns`.
 
     Raises:
-        DataError: A row is bad, there are no rows, or the texts would fill the memory.
+        DataError: A row is bad, there are no rows, or the texts are too long to keep in memory.
     """
     columns: dict[str, list[Any]] = {}
     steps: list[_ColumnStep] = []
@@ -443,7 +447,8 @@ def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
 def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
     """Return how to read which answers are right: from `correct`, from `gold` and `answer`, or not at all.
 
-    If only `gold` is read, the confidence is the probability of the label `names.positive`.
+    Columns that the user names take precedence. If only `gold` is read, the confidence is the probability of the label
+    `names.positive`.
     """
     user_names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
     user_names_correct = names.correct != "correct"

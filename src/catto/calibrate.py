@@ -135,7 +135,8 @@ class Fitted:
         own_kind = self.confidence_kind or "label"
         given_kind = kind or "label"
         if given_kind != own_kind:
-            raise ValueError(f"the calibrator was fitted on the confidence kind {own_kind}, these are {given_kind}")
+            given = f"these confidences are of the kind {given_kind}"
+            raise ValueError(f"the calibrator was fitted on the confidence kind {own_kind}, but {given}")
 
     def calibrate_samples(self, predictions: Sequence[Prediction]) -> list[Prediction]:
         """Return samples with calibrated confidences; a sample without an answer gets confidence 0.
@@ -242,6 +243,9 @@ def fit_answers(
         names: Names of the columns.
         rows: The rows to fit on, counted from 0; None means all.
 
+    Returns:
+        The calibrator, with the questions it was fitted on and, for final answers, their protocol.
+
     Raises:
         DataError: The kind cannot read `on`, or the answers are all right or all wrong.
     """
@@ -255,6 +259,7 @@ def fit_answers(
             calibrator: Calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
         else:
             calibrator = _fit_on_labels(path, kind, names, rows)
+    # Only Platt scaling raises an error for such answers itself.
     all_right = answers.correct.all()
     all_wrong = not answers.correct.any()
     if all_right or all_wrong:
@@ -262,8 +267,8 @@ def fit_answers(
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs both right and wrong ones")
     question_digests = None
     if answers.question is not None:
-        question_digests = _digest_questions(answers.question)[:MANY_QUESTIONS]
-    with data_errors_at(manifest_path(path), field="notes: "):
+        question_digests = _digest_questions(answers.question)[:MANY_QUESTIONS]  # the smallest: they are sorted
+    with data_errors_at(manifest_path(path), field="notes: "):  # the protocol in the manifest may be invalid
         return Fitted(
             calibrator,
             on=on,
@@ -381,13 +386,12 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
         The answers as they were read, and their calibrated confidences, (N,).
 
     Raises:
-        DataError: The rows are already calibrated, or the calibrator was fitted on a different kind of answers.
+        DataError: The rows are already calibrated, or the calibrator was fitted on a different kind of confidence or
+            on final answers of a different protocol.
     """
     answers = read_confidences(path, names)
-    kind = _read_kind(path, names)
-    if kind is not None or fitted.confidence_kind is not None:
-        with data_errors_at(path):
-            fitted.check_kind(kind)
+    with data_errors_at(path):
+        fitted.check_kind(_read_kind(path, names))
     calibrated = fitted.calibrate_answers(answers, names)
     raw_column = f"{names.confidence}_raw"
     notes = final_notes(path)
@@ -402,11 +406,12 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
             has_raw_value = fields.get(raw_column) is not None  # predictions have the column, but with null
             if has_raw_value and not raw_is_allowed:
                 raise DataError(path, row, f"{raw_column}: already there, so the row was calibrated before")
+            # Checked second: a file that `apply_file` wrote has no protocol, and the error above says more about it.
             if has_other_protocol:
                 raise DataError(path, None, OTHER_PROTOCOL)
             document = {**fields, names.confidence: calibrated_value, raw_column: uncalibrated_value}
             file.write(_dump_json_line(document, path, row))
-        manifest_path(out).unlink(missing_ok=True)  # it describes the replaced file
+        manifest_path(out).unlink(missing_ok=True)  # it describes the file that is replaced
     return answers, calibrated
 
 
@@ -438,7 +443,7 @@ def final_answers(
     samples_of_questions = [samples[: protocol.k] for samples in samples_by_question(predictions)]
     count = len(samples_of_questions[0])  # the same for every question and above 0, as `samples_by_question` checks
     if count < protocol.k:
-        raise ValueError(f"k is {protocol.k}, there are {count} samples per question")
+        raise ValueError(f"k is {protocol.k}, but there are {count} samples per question")
     candidates = _gather_ranked(samples_of_questions, fitted)
     if protocol.rule == LIKELIEST and np.isnan(candidates.logprob).all():
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
@@ -509,18 +514,18 @@ def write_final(
     if fitted is not None and fitted.protocol not in (None, protocol):
         raise ValueError(OTHER_PROTOCOL)
     if any(prediction.confidence_raw is not None for prediction in predictions):
-        raise ValueError("the samples are already calibrated: give the uncalibrated ones, and --calibrator")
+        raise ValueError("the samples are already calibrated: use the uncalibrated samples with --calibrator")
     answers = final_answers(predictions, protocol, fitted)
     digest = None
-    shared_questions: int | None = 0
+    shared_count: int | None = 0
     if fitted is not None:
         digest = fitted.digest
-        shared_questions = fitted.count_fit_questions(answer.question for answer in answers)
+        shared_count = fitted.count_fit_questions(answer.question for answer in answers)
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": digest,
         # The number of these questions that the calibrator was fitted on; None if not known.
-        "fitted_on": shared_questions,
+        "fitted_on": shared_count,
         "models": sorted({prediction.model for prediction in predictions}),
         "own_stop": protocol.stop if own_stop else None,
     }
@@ -586,14 +591,15 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         pass  # raises for a folder or a missing file, for which `final_notes` would return {}
     notes = final_notes(path)
     if "protocol" not in notes:
-        raise DataError(path, None, "not a file of final answers, which catto select --rule ... --out writes")
-    shared_questions = notes.get("fitted_on")
-    if shared_questions:
-        raise DataError(path, None, f"the calibrator was fitted on {shared_questions} of these questions: use others")
+        raise DataError(path, None, "not a file of final answers: make one with catto select --rule ... --out")
+    shared_count = notes.get("fitted_on")
+    if shared_count:
+        problem = f"the calibrator was fitted on {shared_count} of these questions: use answers to other questions"
+        raise DataError(path, None, problem)
     stop = notes.get("own_stop")
     if stop is not None:
-        problem = f"--stop {stop} was chosen on these questions: use others, and give catto select this --stop"
-        raise DataError(path, None, problem)
+        advice = f"run catto select on other questions with --stop {stop}, and use those answers"
+        raise DataError(path, None, f"--stop {stop} was chosen on these questions: {advice}")
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     threshold = find_threshold(read_graded(path), risk, delta, made_with)
     record_files.write_record(out, threshold)
@@ -613,18 +619,18 @@ def find_threshold(answers: GradedAnswers, risk: float, delta: float, made_with:
         DataError: No threshold can guarantee the risk.
     """
     path = answers.source
-    fitted = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
-    if fitted.threshold is None:
+    found = threshold_for_risk(answers.confidence, answers.correct, risk, delta)
+    if found.threshold is None:
         promise = f"an error rate of at most {100 * risk:g} % with {100 * (1 - delta):g} % confidence"
         wrong = int((~answers.correct).sum())
-        needed = estimate_rows_needed(answers.confidence, answers.correct, risk, delta)
+        answers_needed = estimate_rows_needed(answers.confidence, answers.correct, risk, delta)
         advice = "more answers would probably not help"
-        if needed is not None:
-            advice = f"about {needed:,} answers would probably be enough"
+        if answers_needed is not None:
+            advice = f"about {answers_needed:,} answers would probably be enough"
         raise DataError(
             path,
             None,
             f"no threshold can promise {promise}: {wrong} of {len(answers)} answers are wrong; {advice}",
         )
-    with data_errors_at(manifest_path(path), field="notes: "):
-        return RiskThreshold.model_validate({**asdict(fitted), "rows": len(answers), **made_with})
+    with data_errors_at(manifest_path(path), field="notes: "):  # `made_with` may come from the manifest unchecked
+        return RiskThreshold.model_validate({**asdict(found), "rows": len(answers), **made_with})

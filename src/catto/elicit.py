@@ -69,6 +69,8 @@ def evaluate_kinds(
 ) -> list[Prediction]:
     """Answer every question k times and give each answer a confidence of every kind.
 
+    If `label` is the only kind, this is `evaluate`: no generations are stored, and `confidences` is None.
+
     Args:
         engine: The engine that runs the model.
         questions: The questions.
@@ -86,8 +88,7 @@ def evaluate_kinds(
     listed = list(questions)
     settings = EvaluationRunSettings(**options)
     check_kinds(kinds, listed, settings.k)
-    has_labels = all(question.has_labels for question in listed)
-    if has_labels and tuple(kinds) == ("label",):
+    if tuple(kinds) == ("label",):
         return evaluate(engine, listed, **options)
     elicitation = Elicitation(engine, listed, tuple(kinds), settings, equivalent)
     return elicitation.make_predictions()
@@ -200,6 +201,8 @@ def judge_answers(
 ) -> dict[str, Prediction]:
     """Ask the model whether each proposed answer is right.
 
+    A judgement is a prediction for the question that `Proposal.as_question` makes, with the label True or False.
+
     Args:
         engine: The engine.
         proposals: The answers to judge, with distinct ids.
@@ -210,7 +213,7 @@ def judge_answers(
     """
     if not proposals:
         return {}
-    chats: dict[str, tuple[Message, ...]] = {}
+    chats: dict[str, tuple[Message, ...]] = {}  # id of a proposal -> the messages that ask for its judgement
     for proposal in proposals:
         chats[proposal.id] = render_judgement(proposal.question, proposal.text, reasoning=settings.reasoning)
     judgement_settings = replace(settings, k=1, temperature=0.0, max_tokens=JUDGEMENT_TOKENS, stated=False)
@@ -250,6 +253,8 @@ def convert_logprob(logprob: float) -> float:
 class Elicitation:
     """One evaluation with several kinds of confidence.
 
+    `make_predictions` runs it. Its steps share the dict `texts`: (question, sample) -> the answer as it was written.
+
     Attributes:
         engine: The engine that runs the model.
         questions: The questions.
@@ -270,7 +275,7 @@ class Elicitation:
         generation_settings = replace(self.settings, stated=stated, out=self._sibling("generations"))
         run = EvaluationRun(self.engine, self.questions, generation_settings)
         generations = run.collect(ScoredGeneration, run.score_keys)
-        texts: dict[Key, str] = {}  # the answers as the model wrote them
+        texts: dict[Key, str] = {}
         predictions = self._read_label_answers(generations, texts, stated=stated)
         predictions += self._read_short_answers(generations, texts)
         predictions.sort(key=lambda prediction: run.keys[prediction.key])
@@ -292,7 +297,7 @@ class Elicitation:
     def _read_label_answers(
         self, generations: Sequence[ScoredGeneration], texts: dict[Key, str], *, stated: bool
     ) -> list[Prediction]:
-        """Read the responses to questions with labels, as `evaluate` does, and add the labels to `texts`."""
+        """Read the responses to questions with labels, as `evaluate` does, and add their labels to `texts`."""
         labelled = [question for question in self.questions if question.has_labels]
         if not labelled:
             return []
@@ -313,9 +318,9 @@ class Elicitation:
         return predictions
 
     def _read_short_answers(self, generations: Sequence[Generation], texts: dict[Key, str]) -> list[Prediction]:
-        """Read and grade the responses to questions without labels, and add the answers to `texts`."""
+        """Read and grade the responses to questions without labels, and add their answers to `texts`."""
         question_of = {question.id: question for question in self.questions if not question.has_labels}
-        temperatures = self.settings.temperature
+        temperatures = self.settings.temperature  # one for all samples, or one for each
         predictions = []
         for generation in generations:
             question = question_of.get(generation.question)
@@ -328,6 +333,7 @@ class Elicitation:
             if answer.text is not None:
                 texts[generation.key] = answer.text
             temperature = temperatures if isinstance(temperatures, int | float) else temperatures[generation.sample]
+            # The answer and `correct` are set below, the confidence in `_add_confidences`.
             without_label = Answer(
                 label=None, source=answer.source or "none", confidence=0.0, label_logprobs=None, logsumexp=None
             )

@@ -52,7 +52,7 @@ def data_errors_at(
     Args:
         source: The file, or another name for the input.
         row: The row in the file.
-        value: The value that pydantic validates inside the block.
+        value: The value that pydantic validates inside the block; see `find_first_problem`.
         field: Text to put before the message, such as `notes: `.
 
     >>> with data_errors_at("answers.csv", 17):
@@ -239,8 +239,9 @@ def describe_first_problem(error: ValidationError, value: object = UNKNOWN) -> s
 def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple[list[str], str]:
     """Return the field of the first problem of `value`, and what is wrong with it.
 
-    pydantic adds the member of a union to the path of a field (`files.train.str`) and reports each member as a problem
-    of its own. Only the parts of the path that exist in `value` are kept, and the expectations are joined by `or`.
+    If a field may have several types, pydantic reports one problem for each type and adds the type to the path of the
+    field, such as `files.train.str`. Here the path is `files.train`, since only parts that exist in `value` are kept.
+    The problems of the field become one message: `expected a text or a list`.
 
     Args:
         error: The error.
@@ -359,7 +360,7 @@ def _count_entries(count: int) -> str:
 
 
 def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
-    """Find the parts of the problem's path that exist in the value; the name of a missing field is kept too.
+    """Follow pydantic's path through the value, and keep the parts that exist; the name of a missing field is kept too.
 
     If the value is UNKNOWN, all parts are kept, and the actual value is the input that pydantic reports.
     """
@@ -367,14 +368,14 @@ def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
     if value is UNKNOWN:
         return _LocatedProblem(problem, tuple(map(str, location)), problem["input"])
     is_about_union_tag = problem["type"].startswith("union_tag")
-    if is_about_union_tag:  # pydantic's path ends at the object that has the tag
+    if is_about_union_tag:  # pydantic's path ends at the object, so the name of its tag is added
         location = (*location, problem["ctx"]["discriminator"].strip("'"))
     actual = value
     parts: list[str] = []
     for part in location:
         try:
             actual = actual[part]
-        except (KeyError, IndexError, TypeError):  # `part` is the member of a union or the name of a missing field
+        except (KeyError, IndexError, TypeError):  # `part` is a type that pydantic added, or a missing field
             is_missing_field = part == location[-1] and _EXPECTED.get(problem["type"]) == "missing"
             if not is_missing_field:
                 continue

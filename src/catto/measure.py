@@ -108,13 +108,17 @@ def measure_runs(
 ) -> dict[str, MetricResult]:
     """Measure the metrics of one run of a model, or their mean over several runs.
 
-    An interval that does not contain its value is removed, see `drop_invalid_interval`. The interval of `gap` is always
-    kept: a gap is a mean over rows, and its interval is valid.
+    Calibration metrics also get a null band: what a perfectly calibrated model would score by chance. Resampling raises
+    some of these metrics, and an interval that does not contain its own value is removed (`drop_invalid_interval`). The
+    interval of `gap`, a mean over rows, is always kept.
 
     Args:
         runs: The runs.
         settings: The metrics, which may include `gap`, and how they are resampled.
-        tick: Called once per resample and once per simulation.
+        tick: Called once per resample, and once per simulation for the null bands.
+
+    Returns:
+        Name of a metric -> its value with the interval and the null band.
 
     >>> run = Answers(None, [0.9, 0.8, 0.3], [True, True, False])
     >>> measure_runs([run], MeasureSettings(("accuracy", "gap"), resamples=100))["accuracy"].interval.value
@@ -206,7 +210,7 @@ def summarise_answers(
         tick: Called `settings.steps(rows)` times.
 
     Returns:
-        The numbers. Their `settings` have the number of resamples that were drawn.
+        The summary. `resamples` in its `settings` is the number of resamples that were drawn, even if it was None.
     """
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
@@ -283,7 +287,8 @@ def describe_verdict(summary: Summary) -> str | None:
             mixed = f"too sure in some bins and not sure enough in others, {gap_points:+.1f} points on average"
             return f"{measured} above {chance}: {mixed}."
         return f"{measured} above {chance}: {confident}."
-    if shows_gap(gap, summary.accuracy, summary.questions or summary.rows):
+    questions = summary.questions or summary.rows  # without question ids, every row counts as a question
+    if shows_gap(gap, summary.accuracy, questions):
         ends = f"{100 * gap.low:+.1f} to {100 * gap.high:+.1f}"
         return f"{measured} within {chance}, but the answers are {confident} ({ends})."
     return f"{measured} within {chance}: no miscalibration shows in {summary.rows:,} answers."

@@ -215,10 +215,11 @@ def fit_model(
         target: The guarantee that the threshold should give; None fits no threshold.
 
     Returns:
-        The calibrator and the threshold, and the answers to judge them by.
+        The calibrator and the threshold, with the answers and confidences that show how good they are.
 
     Raises:
-        DataError: No threshold can guarantee the target, or the file does not say how its answers were made.
+        DataError: The answers cannot be read or fitted on. With a target, also if no threshold can guarantee it, the
+            file does not say how its answers were made, or a question has several answers.
     """
     origin = describe_origin(path, names)
     answers = read_uncalibrated(path, origin.names, unparsed)
@@ -228,9 +229,10 @@ def fit_model(
     fit_rows = usable_rows
     judged_rows = usable_rows
     if target is not None:
-        _refuse_unfit_answers(path, origin, answers.pick_rows(usable_rows))
+        _check_answers_for_threshold(path, origin, answers.pick_rows(usable_rows))
         fit_rows, judged_rows = _split_questions(answers, usable_rows)
     fitted = fit_answers(answers, kind, on, origin.names, fit_rows)
+    # All answers are calibrated, since label log-probabilities are read from the whole file.
     calibrated = _calibrate_answers(fitted, answers, origin.names)[judged_rows]
     judged = answers.pick_rows(judged_rows)
     threshold = None
@@ -297,14 +299,21 @@ def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]])
 
 
 def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
-    """Describe the answers in a gateway's log since the last alarm that have the most frequent protocol and model.
+    """Choose the answers to fit on from a gateway's log, and describe how they were made.
+
+    After an alarm, a calibrator must be fitted on new answers, so those up to the last alarm are left out. A fit
+    describes one protocol and one model, so only answers with the most frequent pair are kept.
+
+    Returns:
+        The origin, whose confidence column is `confidence_raw`: the gateway may have calibrated `confidence`.
 
     Raises:
         DataError: There are no answers since the last alarm, or they were chosen among several samples.
     """
     first_row = 0
     for row, fields in enumerate(rows):
-        is_alarm = (fields.get("evidence") or 0.0) >= ALARM_LIMIT
+        evidence = fields.get("evidence") or 0.0  # that answers are worse than promised; None without a promise
+        is_alarm = evidence >= ALARM_LIMIT
         if is_alarm:
             first_row = row + 1
     made_by = []
@@ -325,7 +334,7 @@ def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, An
     return AnswerOrigin(replace(names, confidence="confidence_raw"), usable_rows, protocol, (model,))
 
 
-def _refuse_unfit_answers(path: Path, origin: AnswerOrigin, answers: GradedAnswers) -> None:
+def _check_answers_for_threshold(path: Path, origin: AnswerOrigin, answers: GradedAnswers) -> None:
     """Raise DataError for answers that no threshold can be fitted on."""
     if origin.protocol is None:
         expected = "answers of catto eval at one temperature, of catto select, or the log of catto serve"
@@ -338,7 +347,7 @@ def _refuse_unfit_answers(path: Path, origin: AnswerOrigin, answers: GradedAnswe
 def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """Split rows into two halves by the digests of their questions, so the order in the file does not matter.
 
-    Every answer names its question, as `_refuse_unfit_answers` has checked.
+    Every answer names its question, as `_check_answers_for_threshold` has checked.
     """
     questions = answers.question or []
     ordered = sorted(rows, key=lambda row: sha256(questions[row].encode()).hexdigest())
@@ -349,12 +358,12 @@ def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[Seque
 def store_calibration(folder: Path, calibration: ModelCalibration, *, fitted_on: str) -> list[str]:
     """Write the calibrator and the threshold to a model's folder and describe them in the model card.
 
-    An old threshold is deleted first, so that a kill cannot leave it next to the new calibrator.
+    An old threshold is deleted first, so that an interrupted run cannot leave it next to the new calibrator.
 
     Args:
         folder: The model's folder.
         calibration: The calibrator, and the threshold if there is one.
-        fitted_on: Name of the file that it was fitted on.
+        fitted_on: Name of the file that the calibrator was fitted on.
 
     Returns:
         The names of the written files.

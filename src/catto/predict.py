@@ -153,11 +153,14 @@ def read(
     progress: EvaluationProgress | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> list[Prediction]:
-    """Read the labels of `generate`'s generations from the scores stored with them; nothing is generated.
+    """Read the labels of `generate`'s generations from the scores stored with them; no response is generated again.
 
     `read(engine, questions, generate(engine, questions, **options), **options)` equals `evaluate(engine, questions,
-    **options)`. The engine is needed only if a different parser version finds a label elsewhere than the stored one. It
-    then scores the label by a pass over the whole sequence, which is equal up to float noise.
+    **options)`. The engine is used in two cases:
+
+    - If a different parser version finds a label elsewhere than the stored one, a local engine scores the label by a
+      pass over the whole sequence, which is equal up to float noise.
+    - If a server's reply is incomplete, the server is asked to continue it by one token, as in `evaluate`.
 
     Args:
         engine: The engine that generated the responses, or an equivalent one.
@@ -169,7 +172,11 @@ def read(
 
     Returns:
         The predictions. A sample without a generation was refused and has no prediction.
+
+    Raises:
+        ValueError: A generation is for a question or sample that `questions` and `sampling` do not include.
     """
+    # `max_refused` was checked when the responses were generated.
     settings = EvaluationRunSettings(out=out, progress=progress, max_refused=1.0, **sampling)
     run = EvaluationRun(engine, questions, settings)
     generation_of = {generation.key: generation for generation in generations}
@@ -264,7 +271,7 @@ def check_evaluation(questions: list[Question], k: int, temperature: float | Seq
     if len(temperatures) != k:
         raise ValueError(f"{len(temperatures)} temperatures for k = {k} samples")
     if temperatures.count(0) > 1:
-        raise ValueError(f"k is {k} at temperature 0: all samples would be the same, give a temperature above 0")
+        raise ValueError(f"k is {k} at temperature 0: all samples would be the same; use a temperature above 0")
     check_ids(questions)
     if not questions:
         raise ValueError("no questions to evaluate")
@@ -358,7 +365,7 @@ class EvaluationRun:
         self.engine = engine
         self.settings = settings
         self.temperatures = check_evaluation(listed, settings.k, settings.temperature)
-        self.chunk = chunk_size(engine.batch_size, settings.k)
+        self.chunk = chunk_size(engine.batch_size, settings.k)  # in questions
         self.asked: dict[str, AskedQuestion] = {}
         for question in listed:
             if chats is not None:
@@ -462,7 +469,7 @@ class EvaluationRun:
     # Collect and store
 
     def collect(self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]]) -> list[R]:
-        """Return all records: read those that the file has, and make the others.
+        """Return all records: read those that the file or its journal has, make the others, and write the file.
 
         Args:
             kind: Prediction or ScoredGeneration.
@@ -470,6 +477,10 @@ class EvaluationRun:
 
         Returns:
             The records in the order of the keys, without the refused ones.
+
+        Raises:
+            DataError: The file was made with other settings or questions, or with a different model.
+            ServerError: Too many requests were refused.
         """
         out = self.settings.out
         if out is None:
@@ -478,17 +489,21 @@ class EvaluationRun:
         journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other=OTHER_RUN)
         if journal.finished():
             published = self.read_published(out, kind)
-            journal.remove()
+            journal.remove()  # a run that was killed while publishing leaves its journal
             asks_again = self.settings.retry_refused and len(published.refusals) > 0
             if not asks_again:
                 return published.records
-            journal.reopen(refusals=True)
+            journal.reopen(refusals=True)  # a refusal is kept until a new outcome replaces it
         with journal:
             return self._complete_records(kind, make, journal)
 
     def _complete_records(
         self, kind: type[R], make: Callable[[Sequence[Key]], Iterable[R | Refusal]], journal: Journal[R] | None
     ) -> list[R]:
+        """Make the records that the journal lacks, publish all of them, and return them in the order of the keys.
+
+        Without a journal, nothing is stored, and refusals are reported in a warning.
+        """
         collected = self._read_journal(journal)
         missing = [key for key in self.keys if key not in collected.records and key not in collected.refusals]
         asked_again = list(collected.refusals) if self.settings.retry_refused else []
@@ -499,7 +514,8 @@ class EvaluationRun:
         for start in range(0, len(missing), width):
             self._add_outcomes(make(missing[start : start + width]), collected, cap, journal)
         if asked_again:
-            self._add_outcomes(make(asked_again), collected, RefusalCap(1.0), journal)
+            no_cap = RefusalCap(1.0)  # `cap` already includes these refusals
+            self._add_outcomes(make(asked_again), collected, no_cap, journal)
         records = [collected.records[key] for key in self.keys if key not in collected.refusals]
         refusals = [collected.refusals[key] for key in self.keys if key in collected.refusals]
         RefusalCap.check_some(len(records), refusals)
@@ -589,11 +605,13 @@ class EvaluationRun:
     # Manifest
 
     def make_manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
-        """Describe the file. The hash covers the settings, the prompts and, for predictions, the parser's version.
+        """Make the manifest that identifies a run and, once it has records, also counts them.
+
+        The hash covers the settings, the prompts and, for predictions, the parser's version.
 
         Args:
             kind: Prediction or ScoredGeneration.
-            records: The finished records; without any, nothing is counted.
+            records: All records of the run; empty before it begins.
             refused: The refused requests.
         """
         hashed = self._hashed_settings()
@@ -603,7 +621,8 @@ class EvaluationRun:
         if len(set(self.temperatures)) == 1:
             notes["temperature"] = self.temperatures[0]
         if parser is None:
-            notes["positions"] = self.engine.positions  # the limit within which `read` closes generated responses
+            # The limit for closing unfinished responses, which may happen later without the model.
+            notes["positions"] = self.engine.positions
         else:
             notes["parser"] = parser
         return Manifest(

@@ -155,25 +155,25 @@ def _render_system(question: Question, *, reasoning: bool, confidence: bool) -> 
     wording = find_wording(question)
     labels = question.labels
     task = wording.task.format(n=len(labels))
-    if wording.brief:
+    if wording.brief:  # for small models trained from scratch, which learn the form from their training rows
         request = "Think, then answer." if reasoning else "Answer."
         if confidence:
             request += " State your confidence."
         return f"{task} {request}"
     if labels:
         placeholder = f"{', '.join(labels[:-1])} or {labels[-1]}"
-        weigh = "Weigh each choice in turn before you decide."
+        instruction = "Weigh each choice in turn before you decide."
     else:
         placeholder = "your answer"
-        weigh = "Reason step by step before you decide."
+        instruction = "Reason step by step before you decide."
     form = render_completion("your reasoning", placeholder)
     if not reasoning:
-        weigh = "Give the answer alone, without reasoning."
+        instruction = "Give the answer alone, without reasoning."
         form = render_completion(None, placeholder)
     if confidence:
-        weigh += " After the answer, state the probability that it is right."
+        instruction += " After the answer, state the probability that it is right."
         form += "\n<confidence>a number from 0 to 1</confidence>"
-    return f"{wording.role} {task}\n{weigh} Reply in exactly this form, every tag on a line of its own:\n{form}"
+    return f"{wording.role} {task}\n{instruction} Reply in exactly this form, every tag on a line of its own:\n{form}"
 
 
 def _render_fields(fields: Mapping[str, str]) -> str:

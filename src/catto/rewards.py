@@ -70,14 +70,14 @@ def correctness_reward(
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
-        gold: The right label or the accepted answers of each row; a row with None gets no reward.
+        gold: The right label or the accepted answers of each row; None for a row that gets no reward.
         labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
         grade: How answers without labels are compared; see `catto.answer.grading`.
         tolerance: The largest allowed relative difference between numbers.
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
-        One reward per completion, in {0, 1} or None.
+        One reward per completion: 1 or 0, or None for a row whose `gold` is None.
 
     Example:
         >>> correctness_reward(["<answer>B</answer>", "<answer>A</answer>"], gold=["B", "B"], labels=[["A", "B"]] * 2)
@@ -106,7 +106,7 @@ def format_reward(
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
-        One reward per completion, in {0, 1} or None.
+        One reward per completion: 1 or 0, or None for a row whose `gold` is None.
 
     Example:
         >>> texts = ["<answer>B</answer><confidence>0.8</confidence>", "<answer>B</answer>"]
@@ -128,8 +128,9 @@ def brier_reward(
     trainer_state: Any = None,
     **columns: Any,
 ) -> Rewards:
-    """Return z - (q - z)^2 for correctness z and stated confidence q: the reward of RLCR.
+    """Return z - (q - z)^2 for correctness z (1 or 0) and stated confidence q.
 
+    This is the reward of RLCR (https://arxiv.org/abs/2507.16806).
     For an answer that is right with probability p, the expected reward is largest at q = p, where it equals p^2. So it
     also grows with p, and the best answer is still the one most likely to be right.
 
@@ -140,11 +141,11 @@ def brier_reward(
         grade: As in `correctness_reward`.
         tolerance: The largest allowed relative difference between numbers.
         log_metric: TRL's function that logs a metric, used by `log_stated_confidence`; None logs nothing.
-        trainer_state: TRL's state. A different object is a new training run and starts a new window for the ECE.
+        trainer_state: TRL's state, by which `log_stated_confidence` recognises a new training run.
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
-        One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
+        One reward per completion, in [-1, 1]: -1 if no confidence can be read, None for a row whose `gold` is None.
 
     Example:
         >>> texts = ["<answer>B</answer><confidence>0.8</confidence>", "<answer>A</answer><confidence>0.8</confidence>"]
@@ -170,9 +171,12 @@ def log_reward(
 ) -> Rewards:
     """Return z + log P(z) / log(1 / clip), where P is q for a right answer and 1 - q for a wrong one.
 
-    q is the stated confidence, clipped to [clip, 1 - clip]. The division bounds the score to [-1, 0]. Without it, an
-    answer that is certainly wrong would be worth more than one that is right with probability 0.2. The reason is that
-    at q = p, the expectation of z + log P(z) falls as p grows to 0.27. With the division, it rises with p throughout.
+    z is 1 for a right answer, else 0, and q is the stated confidence, clipped to [clip, 1 - clip]. The division keeps
+    the second term between -1 and 0.
+
+    Let p be the probability that the answer is right. Without the division, the expected reward at q = p would fall as
+    p grows from 0 to 0.27, so a certainly wrong answer would pay more than one with p = 0.2. With it, the expected
+    reward rises with p throughout.
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
@@ -182,11 +186,11 @@ def log_reward(
         tolerance: The largest allowed relative difference between numbers.
         clip: The smallest probability, above 0 and below 0.5.
         log_metric: TRL's function that logs a metric, used by `log_stated_confidence`; None logs nothing.
-        trainer_state: TRL's state. A different object is a new training run and starts a new window for the ECE.
+        trainer_state: TRL's state, by which `log_stated_confidence` recognises a new training run.
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
-        One reward per completion, in [-1, 1] or None; -1 if no confidence can be read.
+        One reward per completion, in [-1, 1]: -1 if no confidence can be read, None for a row whose `gold` is None.
 
     Raises:
         ValueError: If `clip` is out of range, or for the reasons of `grade_completions`.
@@ -239,7 +243,7 @@ def abstention_reward(
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
-        One reward per completion, or None.
+        One reward per completion: 1, 0 or -t / (1 - t), or None for a row whose `gold` is None.
 
     Raises:
         ValueError: If `threshold` is out of range, or for the reasons of `grade_completions`.
@@ -324,7 +328,7 @@ def grade_completions(
     grade_column: Sequence[Any] = [None] * size if grade is None else grade
     for name, column in (("gold", gold), ("labels", label_column), ("grade", grade_column)):
         if len(column) != size:
-            raise ValueError(f"{name} has {len(column)} rows, completions have {size}")
+            raise ValueError(f"{name}: expected one row per completion ({size}), got {len(column)}")
     graded: list[GradedCompletion | None] = []
     for row, completion in enumerate(completions):
         if gold[row] is None:
@@ -435,8 +439,8 @@ def log_stated_confidence(
 ) -> None:
     """Log accuracy, mean confidence and share of missing confidences of a batch, and the ECE of recent completions.
 
-    Each reward function has a window of recent completions with a confidence, which lasts from call to call. Nothing is
-    logged if no row of the batch has a gold answer.
+    The ECE is measured over a window of the latest completions with a confidence. Each reward function has its own
+    window, which is kept between calls. Nothing is logged if no row of the batch has a gold answer.
 
     Args:
         name: The name of the reward function.

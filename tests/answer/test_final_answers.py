@@ -348,7 +348,7 @@ def test_questions_that_chose_the_stop_are_refused(rule: str, tmp_path: Path, ca
         return
     stop = read_manifest(tmp_path / "final.jsonl").notes["protocol"]["stop"]
     assert done.code == 2
-    assert f"--stop {stop} was chosen on these questions: use others" in done.err
+    assert f"--stop {stop} was chosen on these questions: run catto select on other questions" in done.err
     write_records(tmp_path / "others.jsonl", samples(600, seed=2))
     run(capsys, "select", tmp_path / "others.jsonl", *adaptive, "--stop", str(stop))
     done = run(capsys, "calibrate", *threshold)

@@ -127,7 +127,7 @@ def test_kinds_side_by_side_and_equivalent_answers(folder: Path, tmp_path: Path,
     other = ["--confidence", "confidences.agreement", "--out", tmp_path / "calibrated.jsonl"]
     shown = run(capsys, "calibrate", "apply", calibrator, out / "predictions.jsonl", *other)
     assert shown.code == 2
-    assert "fitted on the confidence kind ptrue, these are agreement" in shown.err
+    assert "fitted on the confidence kind ptrue, but these confidences are of the kind agreement" in shown.err
 
 
 def test_fields_and_grade_are_proposed(tmp_path: Path, capsys: Capture) -> None:

@@ -98,7 +98,7 @@ BAD_INPUT: dict[str, tuple[list[dict[str, object]], dict[str, str]]] = {
     "row 2: text: missing": ([{"question": "q0", "text": "x"}, {"question": "q0"}], {}),
     "row 1: question: missing": ([{"text": "x"}], {}),
     "row 1: label 'F' is not one of A, B, C, D": ([{"question": "q0", "text": "x", "label": "F"}], {"label": "label"}),
-    "row 1: label is A, the text answers B": (
+    "row 1: label is A, but the text answers B": (
         [{"question": "q0", "text": render_completion("x", "B"), "label": "A"}],
         {"label": "label"},
     ),

@@ -101,8 +101,8 @@ def test_conversations_are_read_at_their_last_message() -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"gold": ["B", "B"]}, "gold has 2 rows, completions have 1"),
-        ({"gold": ["B"], "labels": []}, "labels has 0 rows"),
+        ({"gold": ["B", "B"]}, r"gold: expected one row per completion \(1\), got 2"),
+        ({"gold": ["B"], "labels": []}, "labels: expected one row per completion"),
         ({"gold": ["E"], "labels": [LABELS]}, "gold 'E' is not one of the labels A, B, C, D"),
         ({"gold": ["five or six"], "grade": ["number"]}, "expected one number"),
     ],

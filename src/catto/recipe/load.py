@@ -158,10 +158,17 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     Args:
         source: The file. Paths in it are relative to its folder.
         given: The block of the recipe that names the file; the settings in this block override the file.
+
+    Returns:
+        The settings. Paths from the file begin with its folder.
+
+    Raises:
+        DataError: The file cannot be read, or one of its settings is unknown or has a wrong value.
     """
     path = Path(source)
     value = parse_yaml(read_text(path, MAX_RECIPE_BYTES), source)
     if isinstance(value, dict):
+        # pydantic refuses unknown settings too, but without a list of the known ones.
         known = list(TaskSettings.model_fields)
         for name in value:
             if name not in known:
@@ -172,7 +179,7 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     for name in ("path", "files", "answers"):
         changes[name] = _resolve_places(getattr(block, name), path.parent)
     if given is not None:
-        for name in given.model_fields_set - {"path"}:
+        for name in given.model_fields_set - {"path"}:  # its `path` is that of the YAML file
             changes[name] = getattr(given, name)
     return block.model_copy(update=changes)
 

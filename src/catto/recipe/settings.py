@@ -475,14 +475,16 @@ class Recipe(Settings):
         if method.only_from not in (None, self.start):
             alternatives = f"with start: {self.start} there are {available}"
             raise ValueError(f"methods: {name} needs start: {method.only_from}; {alternatives}")
-        start = start_of(method, self.start)
-        # The base model is itself a method only if the recipe starts from it; otherwise it is what SFT trains.
+        trained_from = start_of(method, self.start)
+        # The base model is itself a method only if the recipe starts from it; otherwise it is what SFT trains. As a
+        # method, it is evaluated without training, so it needs no other one.
         base_is_a_method = self.start == "base"
-        starts_from_a_method = start != "base" or (base_is_a_method and name != "base")
-        if starts_from_a_method and start not in self.methods:
-            raise ValueError(f"methods: {name} starts from {start}, which is not among the methods")
+        starts_from_a_method = trained_from != "base" or (base_is_a_method and name != "base")
+        if starts_from_a_method and trained_from not in self.methods:
+            raise ValueError(f"methods: {name} starts from {trained_from}, which is not among the methods")
         if method.preference_tokens == "reasoning" and not self.teacher.reasoning:
             raise ValueError(f"methods: {name} compares the reasoning of responses, but teacher.reasoning is false")
+        # Without a stream of sampled responses, the calibration term reads the responses of the pairs.
         scores_pairs = method.calibration == "outcome" and method.stream == "none"
         if self.outcome.target != "gold" and scores_pairs:
             raise ValueError(f"outcome.target: {name} scores the pairs themselves, which have no votes")
@@ -513,7 +515,7 @@ class Recipe(Settings):
                 raise ValueError(f"outcome.held_out: {name} reads the teacher's traces, which cover only `train`")
 
     def _check_start(self) -> None:
-        """Raise ValueError if the start model, the teacher and the stream do not fit together."""
+        """Raise ValueError if the start model, the teacher and the stream of outcome rows do not fit together."""
         teacher = self.teacher
         outcome = self.outcome
         if self.start == "base" and self.model.path is None:
@@ -528,6 +530,7 @@ class Recipe(Settings):
             raise ValueError(f"outcome.source: teacher {teacher.source} is not a model, so it is not the start model")
         if teacher.source == "transformers" and teacher.model not in (None, self.model.path):
             raise ValueError(f"outcome.source: the teacher is {teacher.model}, the start model is {self.model.path}")
+        # These settings say how the stream is sampled, but here it is not: the teacher's responses are used.
         for name, default in {"questions": None, "held_out": False, "temperature": 1.0}.items():
             if getattr(outcome, name) != default:
                 reason = "with source teacher, the stream is the teacher's responses"

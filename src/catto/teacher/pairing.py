@@ -140,17 +140,17 @@ class ResponsePair(NamedTuple):
 
 
 def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[PreferenceRow]:
-    """Yield up to `pairs_per_question` pairs of a correct and a labelled wrong response.
+    """Yield up to `pairs_per_question` pairs of a correct response and a wrong one with a label.
 
-    There are none if the question is dropped (`explain_no_pair`). Pairs are drawn without replacement in the order of a
-    hash, so they are the same on every machine.
+    There are none if the question is dropped (`explain_no_pair`). The pairs are drawn at random without replacement, by
+    sorting them by a hash, so they are the same on every machine.
     """
     if explain_no_pair(group, settings) is not None:
         return
-    labelled_wrong = [response for response in group.wrong if response.label is not None]
+    wrong_with_label = [response for response in group.wrong if response.label is not None]
     pairs = []
     for chosen in group.right:
-        for rejected in labelled_wrong:
+        for rejected in wrong_with_label:
             pairs.append(ResponsePair(chosen, rejected))
 
     def random_key(pair: ResponsePair) -> str:
@@ -162,7 +162,7 @@ def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[
             **group.columns,
             chosen=_render_turn(pair.chosen, settings),
             rejected=_render_turn(pair.rejected, settings),
-            chosen_label=pair.chosen.label or group.question.gold,
+            chosen_label=pair.chosen.label or group.question.gold,  # a correct response has a label
             rejected_label=pair.rejected.label,
         )
 

@@ -72,7 +72,7 @@ def ask(
         questions: The questions, from any split.
         source: The engine to ask. None means the source that the settings name, which is opened only if a response is
             missing.
-        settings: Settings of the teacher, or how a trained model is sampled; the model is then the `source`.
+        settings: Settings of the teacher, or the `ModelSampling` of a trained model, which is then the `source`.
         out: The folder to write to.
         progress: Called with the number of responses so far and the total.
         may_be_empty: Whether stored responses may answer none of the questions.
@@ -209,7 +209,7 @@ def write_rows(
         A summary of the responses and the rows.
 
     Raises:
-        ValueError: There are no questions, two have the same id, or a response answers none of them.
+        ValueError: There are no questions, two have the same id, or a response belongs to a different question.
         DataError: The file or its manifest cannot be read.
     """
     asked = check_questions(questions)
@@ -316,8 +316,12 @@ def answered_questions(
     Args:
         questions: The questions that were asked.
         generations: The generations; those of one question must be next to each other.
-        settings: Settings of the teacher.
-        drawn: Whether each generation was sampled with the temperature and seed that were drawn for its request.
+        settings: How the responses were sampled.
+        drawn: Whether each generation was sampled with the temperature and seed that were drawn for its request. If
+            not, as in an existing dataset, the temperature and seed of the responses are None.
+
+    Raises:
+        ValueError: A generation belongs to none of the questions.
     """
     question_of_id = {question.id: question for question in questions}
     for question_id, group in groupby(generations, key=lambda generation: generation.question):
@@ -406,9 +410,12 @@ def dry_run(
         settings: Settings of the teacher.
         out: The folder that `ask` would write to; None for a new one.
         retry_refused: Whether refused requests are sent again.
+
+    Returns:
+        The number of requests that are left, with estimates of their tokens.
     """
     asked = check_questions(questions)
-    journal = _make_journal(asked, source, settings, out or Path())
+    journal = _make_journal(asked, source, settings, out or Path())  # without `out`, only its keys are used
     stored = StoredKeys(answered=set(), refused=set())
     if out is not None:
         stored = _read_stored_keys(journal, out)

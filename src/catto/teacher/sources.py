@@ -184,7 +184,7 @@ class StoredResponses(Engine):
             label = self._read_label(fields.label, row, question)
             parsed = parse_answer(text, question)
             if parsed.label not in (None, label):
-                raise ValueError(f"{fields.label} is {label}, the text answers {parsed.label}")
+                raise ValueError(f"{fields.label} is {label}, but the text answers {parsed.label}")
             text = render_completion(reasoning or parsed.reasoning, label)
         return Generation(question=question.id, sample=sample, text=text, reasoning=reasoning, model=model)
 
