@@ -1,8 +1,8 @@
-"""Count the files and functions of catto that an experiment, a training step, a measurement and a request pass through.
+"""Count the files and functions of catto that run in an experiment, a training step, a measurement and a request.
 
-A reader who follows one question from the recipe to the page, one pair through a training step, one answer through
-`catto measure`, or one request through the gateway has to visit these. Every function that runs is counted once,
-wherever it is called from.
+To follow one question from the recipe to the page, one pair through a training step, one answer through `catto
+measure`, or one request through the gateway, a reader has to visit these files and functions. Every function that runs
+is counted once.
 
     python benchmarks/hops.py
 """
@@ -25,8 +25,8 @@ from typing import Any
 import yaml
 
 import catto
-from catto.cli import main as command
-from serve import MODEL, reply
+from catto.cli import main as run_command
+from serve import MODEL, make_completion
 
 PACKAGE = str(Path(catto.__file__).parent)
 RECIPE = {
@@ -47,17 +47,20 @@ RECIPE = {
 
 
 @contextmanager
-def counted() -> Iterator[set[CodeType]]:
-    """Collect the code of every function of the package that is called in the block, in all threads."""
+def collect_called_functions() -> Iterator[set[CodeType]]:
+    """Collect the code of every function of the package that is called within the block, in all threads."""
     visited: set[CodeType] = set()
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def add_call(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+        is_in_package = code.co_filename.startswith(PACKAGE)
+        # Lambdas, comprehensions and modules have names such as <lambda>.
+        has_name = not code.co_name.startswith("<")
+        if event == "call" and is_in_package and has_name:
             visited.add(code)
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+    threading.setprofile(add_call)
+    sys.setprofile(add_call)
     try:
         yield visited
     finally:
@@ -65,72 +68,92 @@ def counted() -> Iterator[set[CodeType]]:
         threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def experiment(folder: Path) -> None:
+def trace_experiment(folder: Path) -> set[CodeType]:
+    """Return the functions that run in `catto run`."""
     recipe = folder / "hops.yaml"
     recipe.write_text(yaml.safe_dump(RECIPE))
-    run("run", str(recipe), "--out", str(folder / "run"))
+    return trace_command("run", str(recipe), "--out", str(folder / "run"))
 
 
-def measurement(folder: Path) -> None:
-    rows = [{"confidence": (i % 10) / 10, "correct": i % 3 > 0} for i in range(50)]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("measure", str(folder / "answers.jsonl"))
+def trace_measurement(folder: Path) -> set[CodeType]:
+    """Return the functions that run in `catto measure`."""
+    lines = []
+    for number in range(50):
+        row = {"confidence": (number % 10) / 10, "correct": number % 3 > 0}
+        lines.append(json.dumps(row) + "\n")
+    answers = folder / "answers.jsonl"
+    answers.write_text("".join(lines))
+    return trace_command("measure", str(answers))
 
 
-def run(*arguments: str) -> None:
-    with suppress(SystemExit):
-        command(list(arguments))
+def trace_command(*arguments: str) -> set[CodeType]:
+    """Return the functions that run in a command."""
+    with collect_called_functions() as visited, suppress(SystemExit):
+        run_command(list(arguments))
+    return visited
 
 
-def training_step(folder: Path) -> set[CodeType]:
-    """Return what runs between the start of the second step and its end; the first builds what is built once."""
+def trace_training_step(folder: Path) -> set[CodeType]:
+    """Return the functions that run in the second training step.
+
+    The first step is not counted, since it also builds what is built only once.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
     words = ["<pad>", "<eos>", *"abcdefgh"]
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    token_ids = {word: token_id for token_id, word in enumerate(words)}
+    word_tokenizer = Tokenizer(models.WordLevel(token_ids, unk_token="<pad>"))
+    word_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, pad_token="<pad>", eos_token="<eos>")
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     )
     rows = Dataset.from_list([{"prompt": "a b c", "chosen": " d e f", "rejected": " g h"}] * 6)
     visited: set[CodeType] = set()
 
-    class Second(TrainerCallback):
-        """Count from the end of the first step, so that the collator of the second is part of it."""
+    class TraceSecondStep(TrainerCallback):
+        """Collects functions from the end of the first step, so that the collator of the second step is included."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
-                self.counting = counted()
-                self.visited = self.counting.__enter__()
+                self.collecting = collect_called_functions()
+                self.visited = self.collecting.__enter__()
             elif state.global_step == 2:
-                self.counting.__exit__(None, None, None)
+                self.collecting.__exit__(None, None, None)
                 visited.update(self.visited)
 
     config = catto.CATTOConfig(
-        output_dir=str(folder / "out"), max_steps=3, per_device_train_batch_size=2, report_to=[], bf16=False,
-        use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
-    catto.CATTOTrainer(
+        output_dir=str(folder / "out"),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = catto.CATTOTrainer(
         model=model,
         ref_model=deepcopy(model),
         args=config,
         train_dataset=rows,
-        processing_class=fast,
-        callbacks=[Second()],
-    ).train()
+        processing_class=tokenizer,
+        callbacks=[TraceSecondStep()],
+    )
+    trainer.train()
     return visited
 
 
-class Upstream(BaseHTTPRequestHandler):
-    """A model's server that answers B to everything."""
+class UpstreamHandler(BaseHTTPRequestHandler):
+    """Answers B to every request, like the server of a model."""
 
     def do_POST(self) -> None:
         """Answer one request."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        payload = reply(body)
+        payload = make_completion(body)
         self.send_response(200)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
@@ -140,14 +163,14 @@ class Upstream(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-def gateway_request(_: Path) -> set[CodeType]:
-    """Return what runs for one chat completion; the application is built before."""
+def trace_gateway_request(_: Path) -> set[CodeType]:
+    """Return the functions that run for one chat completion. The application is built before."""
     from catto.engines.server import ServerEngine
     from catto.records import Protocol
     from catto.serve.answering import Answerer
     from catto.serve.gateway import Gateway, Limits
 
-    upstream = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    upstream = ThreadingHTTPServer(("127.0.0.1", 0), UpstreamHandler)
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
     engine = ServerEngine(f"http://127.0.0.1:{upstream.server_port}/v1", MODEL, top_logprobs=20)
     protocol = Protocol(rule="most confident", k=1, temperature=0.0, fallback="answer")
@@ -162,18 +185,19 @@ def gateway_request(_: Path) -> set[CodeType]:
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
     }
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
-        if not waiting:
-            await asyncio.Event().wait()  # the client stays connected
-        return waiting.pop()
+        if not unread:
+            # The client stays connected and sends nothing more, so this waits forever.
+            await asyncio.Event().wait()
+        return unread.pop()
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    with counted() as visited:
+    with collect_called_functions() as visited:
         asyncio.run(app(scope, receive, send))
     upstream.shutdown()
     assert sent[0]["status"] == 200, sent
@@ -181,21 +205,17 @@ def gateway_request(_: Path) -> set[CodeType]:
 
 
 def main() -> None:
-    def through(journey: Callable[[Path], None], folder: Path) -> set[CodeType]:
-        with counted() as visited:
-            journey(folder)
-        return visited
-
-    journeys: dict[str, Callable[[Path], set[CodeType]]] = {
-        "one question, from recipe to page": lambda folder: through(experiment, folder),
-        "one training step": training_step,
-        "one `catto measure`": lambda folder: through(measurement, folder),
-        "one request to the gateway": gateway_request,
+    traces: dict[str, Callable[[Path], set[CodeType]]] = {
+        "one question, from recipe to page": trace_experiment,
+        "one training step": trace_training_step,
+        "one `catto measure`": trace_measurement,
+        "one request to the gateway": trace_gateway_request,
     }
-    for name, journey in journeys.items():
+    for title, trace in traces.items():
         with tempfile.TemporaryDirectory() as folder:
-            visited = journey(Path(folder))
-        print(f"{name}: {len({code.co_filename for code in visited})} files, {len(visited)} functions", flush=True)
+            visited = trace(Path(folder))
+        files = {code.co_filename for code in visited}
+        print(f"{title}: {len(files)} files, {len(visited)} functions", flush=True)
 
 
 if __name__ == "__main__":

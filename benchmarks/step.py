@@ -1,11 +1,11 @@
-"""Time a training step (loss and backward): TRL's DPO, our CATTO, our CATTO with shared prompts, interleaved.
+"""Time a training step (loss and backward pass): TRL's DPO, our CATTO, and our CATTO with shared prompts.
 
-Four pairs of one prompt each, fp32, no gradient checkpointing, reference precomputed. The optimizer's step is the same
-in every arm and is left out. The model is SmolLM2-135M from the folder that CATTO_SMOLLM2 names, else a random Llama
-of its shape. Ratios are medians over the repeats of an arm's time divided by TRL's in the same repeat. Memory is the
-peak of a process of its own above the loaded model and its gradients. On a CPU TRL's head scores the prompts' positions
-too (it leaves them out only where Triton runs), so the ratios here do not carry over to a GPU. The last line is one
-JSON object.
+The batch has four pairs with different prompts. The model is in fp32, without gradient checkpointing and with a
+precomputed reference. The optimizer's step is the same in every arm and is left out. The model is SmolLM2-135M from the
+folder in CATTO_SMOLLM2 or, if it is not set, a random Llama of the same shape. The arms run in turn; a ratio is the
+median over the repeats of an arm's time divided by TRL's in the same repeat. Memory is the peak of a separate process,
+above the loaded model and its gradients. On a CPU, TRL's head also scores the positions of the prompts, which it leaves
+out where Triton runs. The ratios here therefore do not carry over to a GPU. The last line is a JSON object.
 
     python benchmarks/step.py --repeats 7 --threads 2
     python benchmarks/step.py --quick
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -34,39 +34,61 @@ from trl import DPOTrainer
 from catto.training.config import CATTOConfig
 from catto.training.trainer import CATTOTrainer
 
-PAIRS, PROMPT, RESPONSE, VOCABULARY, LAYERS = 4, 160, 64, 49152, 30
+PAIRS = 4
+RESPONSE_TOKENS = 64
 ARMS = ("dpo", "catto", "shared")
 
 
-def network(vocabulary: int, layers: int) -> Any:
-    """SmolLM2-135M, real where it was asked for and its shape was not changed."""
+class Shape(NamedTuple):
+    """The shape of a step: tokens per prompt, and the size of the model."""
+
+    prompt: int = 160
+    vocabulary: int = 49152
+    layers: int = 30
+
+
+SMOLLM2 = Shape()
+# Prompt lengths, and vocabularies with at most so many layers, that are timed in addition to the requested shape.
+OTHER_PROMPTS = (32, 512)
+OTHER_VOCABULARIES = (8192, 49152, 131072)
+MAX_LAYERS_FOR_VOCABULARIES = 4
+
+
+def load_network(shape: Shape) -> Any:
+    """Return SmolLM2-135M if its folder is known and the shape is its own; otherwise a random model."""
     folder = os.environ.get("CATTO_SMOLLM2")
-    if folder and (vocabulary, layers) == (VOCABULARY, LAYERS):
+    has_own_shape = (shape.vocabulary, shape.layers) == (SMOLLM2.vocabulary, SMOLLM2.layers)
+    if folder and has_own_shape:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=576,
-        num_hidden_layers=layers,
+        num_hidden_layers=shape.layers,
         num_attention_heads=9,
         num_key_value_heads=3,
         intermediate_size=1536,
-        vocab_size=vocabulary,
+        vocab_size=shape.vocabulary,
         tie_word_embeddings=True,
         max_position_embeddings=2048,
     )
     return LlamaForCausalLM(config)
 
 
-def rows(prompt: int, vocabulary: int) -> Dataset:
-    draw = random.Random(0)
-    lengths = {"prompt_ids": prompt, "chosen_ids": RESPONSE, "rejected_ids": RESPONSE}
-    return Dataset.from_list(
-        [{name: draw.choices(range(3, vocabulary), k=n) for name, n in lengths.items()} for _ in range(PAIRS)]
-    )
+def make_pairs(shape: Shape) -> Dataset:
+    """Return pairs with random token ids."""
+    generator = random.Random(0)
+    lengths = {"prompt_ids": shape.prompt, "chosen_ids": RESPONSE_TOKENS, "rejected_ids": RESPONSE_TOKENS}
+    rows = []
+    for _ in range(PAIRS):
+        row = {}
+        for column, length in lengths.items():
+            row[column] = generator.choices(range(3, shape.vocabulary), k=length)
+        rows.append(row)
+    return Dataset.from_list(rows)
 
 
-def trainer(prompt: int, vocabulary: int, layers: int) -> Any:
-    """One trainer and one model for every arm."""
+def make_trainer(shape: Shape) -> Any:
+    """Return a trainer with a model. All arms use the same one."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     config = CATTOConfig(
@@ -79,122 +101,148 @@ def trainer(prompt: int, vocabulary: int, layers: int) -> Any:
         max_length=None,
         report_to="none",
     )
-    data = rows(prompt, vocabulary)
-    made = CATTOTrainer(network(vocabulary, layers), args=config, train_dataset=data, processing_class=tokenizer)
-    made.model.train()
-    return made
+    trainer = CATTOTrainer(
+        load_network(shape), args=config, train_dataset=make_pairs(shape), processing_class=tokenizer
+    )
+    trainer.model.train()
+    return trainer
 
 
-def take_step(made: Any, arm: str, batch: dict[str, Any]) -> float:
-    """Seconds of one loss and its backward; `dpo` is TRL's own method on the same object."""
-    made.model.zero_grad(set_to_none=False)
+def take_step(trainer: Any, arm: str, batch: dict[str, Any]) -> float:
+    """Return the seconds of one loss and its backward pass. `dpo` calls TRL's own method on the same trainer."""
+    trainer.model.zero_grad(set_to_none=False)
     start = time.perf_counter()
     if arm == "dpo":
-        loss = DPOTrainer._compute_loss(made, made.model, {k: v for k, v in batch.items() if k != "catto"}, False)
+        trl_batch = {name: value for name, value in batch.items() if name != "catto"}
+        loss = DPOTrainer._compute_loss(trainer, trainer.model, trl_batch, False)
     else:
-        loss = made._compute_loss(made.model, batch, False)
+        loss = trainer._compute_loss(trainer.model, batch, False)
     loss.backward()
     return time.perf_counter() - start
 
 
-def batch_of(made: Any, arm: str) -> dict[str, Any]:
-    """The arm's batch: the collator lays it out."""
-    made.args.prefix_sharing, made._padding_free, made._arrangement = arm == "shared", arm == "packed", None
-    prepared: dict[str, Any] = made._prepare_inputs(next(iter(made.get_train_dataloader())))
-    return prepared
+def make_batch(trainer: Any, arm: str) -> dict[str, Any]:
+    """Return the batch of an arm. The collator lays it out, so the trainer is set to the layout of the arm first."""
+    trainer.args.prefix_sharing = arm == "shared"
+    trainer._padding_free = arm == "packed"
+    trainer._arrangement = None
+    batch: dict[str, Any] = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    return batch
 
 
-def ratios(prompt: int, vocabulary: int, layers: int, repeats: int) -> dict[str, float]:
-    """Median seconds of TRL's step, and the medians of the ratios to it."""
-    made = trainer(prompt, vocabulary, layers)
-    batches = {arm: batch_of(made, arm) for arm in ARMS}
+def time_arms(shape: Shape, repeats: int) -> dict[str, float]:
+    """Return the median seconds of TRL's step (`dpo_seconds`), and arm -> median ratio to it."""
+    trainer = make_trainer(shape)
+    batches = {arm: make_batch(trainer, arm) for arm in ARMS}
     for arm in ARMS:
-        take_step(made, arm, batches[arm])
+        take_step(trainer, arm, batches[arm])
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for repeat in range(repeats):
-        for arm in ARMS[repeat % 3 :] + ARMS[: repeat % 3]:
-            seconds[arm].append(take_step(made, arm, batches[arm]))
-    found = {"dpo_seconds": statistics.median(seconds["dpo"])}
+        # Every repeat starts with a different arm.
+        first = repeat % len(ARMS)
+        for arm in ARMS[first:] + ARMS[:first]:
+            seconds[arm].append(take_step(trainer, arm, batches[arm]))
+    results = {"dpo_seconds": statistics.median(seconds["dpo"])}
     for arm in ("catto", "shared"):
-        found[arm] = statistics.median(a / b for a, b in zip(seconds[arm], seconds["dpo"], strict=True))
-    return found
+        ratios = [ours / theirs for ours, theirs in zip(seconds[arm], seconds["dpo"], strict=True)]
+        results[arm] = statistics.median(ratios)
+    return results
 
 
-def status(field: str) -> int:
-    """A field of this process's memory in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+def read_status_bytes(field: str) -> int:
+    """Return a memory field of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(field))
+    kilobytes = int(line.split()[1])
+    return kilobytes * 1024
 
 
-def peak(arm: str, prompt: int, vocabulary: int, layers: int) -> int:
-    """Bytes that two steps need above the model and its gradients."""
-    made = trainer(prompt, vocabulary, layers)
-    batch = batch_of(made, arm)
-    for parameter in made.model.parameters():
+def measure_peak(arm: str, shape: Shape) -> int:
+    """Return the peak memory of two steps in bytes, above the model and its gradients."""
+    trainer = make_trainer(shape)
+    batch = make_batch(trainer, arm)
+    for parameter in trainer.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    loaded = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, that of loading, is forgotten
+    loaded = read_status_bytes("VmRSS")
+    # Loading has a peak of its own; this resets the peak to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
     for _ in range(2):
-        take_step(made, arm, batch)
-    return status("VmHWM") - loaded
+        take_step(trainer, arm, batch)
+    return read_status_bytes("VmHWM") - loaded
 
 
-def peaks(prompt: int, vocabulary: int, layers: int, threads: int) -> dict[str, int]:
-    found = {}
+def measure_peaks_in_subprocesses(shape: Shape, threads: int) -> dict[str, int]:
+    """Return arm -> peak memory in bytes; see `measure_peak`."""
+    peaks = {}
     for arm in ARMS:
-        shape = ["--prompt", str(prompt), "--vocabulary", str(vocabulary), "--layers", str(layers)]
-        command = [sys.executable, __file__, "--peak", arm, "--threads", str(threads), *shape]
-        found[arm] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-    return found
+        options = ["--prompt", str(shape.prompt), "--vocabulary", str(shape.vocabulary), "--layers", str(shape.layers)]
+        command = [sys.executable, __file__, "--peak", arm, "--threads", str(threads), *options]
+        peaks[arm] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    return peaks
 
 
-def show(name: str, found: dict[str, float]) -> None:
-    print(
-        f"{name:>24}  dpo {found['dpo_seconds']:6.2f} s  catto {found['catto']:.3f}x  shared {found['shared']:.3f}x",
-        flush=True,
-    )
+def print_times(title: str, results: dict[str, float]) -> None:
+    """Print the results of `time_arms` in one line."""
+    ratios = f"catto {results['catto']:.3f}x  shared {results['shared']:.3f}x"
+    print(f"{title:>24}  dpo {results['dpo_seconds']:6.2f} s  {ratios}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: a small model and vocabulary, one repeat")
-    parser.add_argument("--peak", choices=ARMS, help="measure one arm's memory in this process, print bytes")
-    parser.add_argument("--prompt", type=int, default=PROMPT)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: small model and vocabulary, one repeat")
+    parser.add_argument("--peak", choices=ARMS, help="only measure the memory of one arm in this process, in bytes")
+    parser.add_argument("--prompt", type=int, default=SMOLLM2.prompt)
+    parser.add_argument("--vocabulary", type=int, default=SMOLLM2.vocabulary)
+    parser.add_argument("--layers", type=int, default=SMOLLM2.layers)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    shape = Shape(options.prompt, options.vocabulary, options.layers)
     if options.peak:
-        print(peak(options.peak, options.prompt, options.vocabulary, options.layers))
+        print(measure_peak(options.peak, shape))
+    elif options.quick:
+        small = shape._replace(vocabulary=8192, layers=2)
+        measure(small, 1, options.threads, other_prompts=(), other_vocabularies=(8192,))
     else:
-        measure(options)
-
-
-def measure(options: argparse.Namespace) -> None:
-    """The shape asked for, its memory, then other prompts and vocabularies with fewer repeats."""
-    if options.quick:
-        options.layers, options.vocabulary, options.repeats = 2, 8192, 1
-    layers, repeats, fewer = options.layers, options.repeats, max(1, options.repeats // 2)
-    result = ratios(options.prompt, options.vocabulary, layers, repeats)
-    show(f"prompt {options.prompt}", result)
-    bytes_ = peaks(options.prompt, options.vocabulary, layers, options.threads)
-    print("peak above the model, MB: " + ", ".join(f"{arm} {bytes_[arm] / 1e6:.0f}" for arm in ARMS), flush=True)
-    for prompt in () if options.quick else (32, 512):
-        show(f"prompt {prompt}", ratios(prompt, options.vocabulary, layers, fewer))
-    for vocabulary in (8192,) if options.quick else (8192, 49152, 131072):
-        show(
-            f"{min(layers, 4)} layers, vocabulary {vocabulary}",
-            ratios(options.prompt, vocabulary, min(layers, 4), fewer),
+        measure(
+            shape,
+            options.repeats,
+            options.threads,
+            other_prompts=OTHER_PROMPTS,
+            other_vocabularies=OTHER_VOCABULARIES,
         )
+
+
+def measure(
+    shape: Shape, repeats: int, threads: int, *, other_prompts: tuple[int, ...], other_vocabularies: tuple[int, ...]
+) -> None:
+    """Measure time and memory of a shape, then the time of other shapes with fewer repeats.
+
+    Args:
+        shape: The main shape.
+        repeats: Number of repeats for the main shape.
+        threads: Number of threads, for the processes that measure memory.
+        other_prompts: Prompt lengths to time in addition.
+        other_vocabularies: Vocabulary sizes to time in addition, with a small model.
+    """
+    result = time_arms(shape, repeats)
+    print_times(f"prompt {shape.prompt}", result)
+    peaks = measure_peaks_in_subprocesses(shape, threads)
+    print("peak above the model, MB: " + ", ".join(f"{arm} {peaks[arm] / 1e6:.0f}" for arm in ARMS), flush=True)
+    fewer_repeats = max(1, repeats // 2)
+    for prompt in other_prompts:
+        print_times(f"prompt {prompt}", time_arms(shape._replace(prompt=prompt), fewer_repeats))
+    for vocabulary in other_vocabularies:
+        small = shape._replace(vocabulary=vocabulary, layers=min(shape.layers, MAX_LAYERS_FOR_VOCABULARIES))
+        print_times(f"{small.layers} layers, vocabulary {vocabulary}", time_arms(small, fewer_repeats))
     summary = {
         "catto_vs_dpo": result["catto"],
         "shared_vs_dpo": result["shared"],
-        "memory_vs_dpo": bytes_["catto"] / bytes_["dpo"],
-        "shared_memory_vs_dpo": bytes_["shared"] / bytes_["dpo"],
+        "memory_vs_dpo": peaks["catto"] / peaks["dpo"],
+        "shared_memory_vs_dpo": peaks["shared"] / peaks["dpo"],
         "dpo_seconds": result["dpo_seconds"],
-        "threads": options.threads,
+        "threads": threads,
         "repeats": repeats,
     }
     print(json.dumps({name: round(value, 4) for name, value in summary.items()}))

@@ -231,16 +231,16 @@ def test_the_projection_counts_what_the_heads_compute(monkeypatch: pytest.Monkey
     """Of `benchmarks/roofline.py`: FLOPs by hand, no fp32 product, little memory, the time of one product."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     roofline = importlib.import_module("roofline")
-    batch = lay_out_rows(roofline.pairs(8, 4, 4), [], 8, 0, shared=False)
+    batch = lay_out_rows(roofline.make_rows(8, 4, 4), [], 8, 0, shared=False)
     config = SimpleNamespace(hidden_size=64, vocab_size=32_768)
     monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
     with roofline.triton_kernels():
-        ours, memory = roofline.head("catto", config, batch, BF16)
-        theirs, _ = roofline.head("dpo", config, batch, BF16)
-        _, dense = roofline.head("dense", config, batch, BF16)
+        ours, memory = roofline.count_head("catto", config, batch, BF16)
+        theirs, _ = roofline.count_head("dpo", config, batch, BF16)
+        _, dense = roofline.count_head("dense", config, batch, BF16)
     products = 4 * 2 * 32 * 64 * 32_768  # forward, again in the backward, and two gradients, of 8 x 4 tokens
     assert ours.flops(BF16) == theirs.flops(BF16) == products
     assert ours.fp32_products == theirs.fp32_products == 0
     assert memory < 0.1 * dense
     cost = roofline.Cost(Counter({roofline.Operation("mm", 312e12, 1.0, BF16): 3}))
-    assert cost.seconds(roofline.CARDS["A100"]) == pytest.approx(3 / roofline.PRODUCTS)
+    assert cost.seconds(roofline.CARDS["A100"]) == pytest.approx(3 / roofline.PRODUCT_EFFICIENCY)
