@@ -178,7 +178,7 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     plan = ["plan", "paper", "--out", tmp_path / "out", *(part for one in sets for part in ("--set", one))]
     lines = run(capsys, *plan).out.splitlines()[-4:]
     assert lines == [
-        "3 trainings: up to 39 million tokens, with rows as long as the context",
+        "3 training runs: up to 39 million tokens, with rows as long as the context",
         "4.02 billion parameters: 32 GB of GPU memory for weights, gradients and Adam's moments, then activations",
         "up to 2 GPU hours at 5,171 tokens/s (40% of an A100's 312 TFLOP/s)",
         "teacher: 10,050 requests, up to 10 million generated tokens",
@@ -186,7 +186,7 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     asking = run(capsys, *plan, "--set", "evaluation.preference_pairs=true").out  # 10 answers to 50 more questions
     assert "teacher: 10,550 requests, up to 11 million generated tokens" in asking
     few = run(capsys, *plan, "--set", "tasks={snli: {train: 100, validation: 50}}").out
-    assert "3 trainings: up to 8 million tokens" in few
+    assert "3 training runs: up to 8 million tokens" in few
     assert "64 GB of GPU memory" in run(capsys, *plan, "--set", "model.dtype=null").out  # no dtype is fp32
     named = run(capsys, *plan, "--set", "model.path=some/model-7B").out  # by its name alone
     assert "7 billion parameters: 56 GB of GPU memory for weights, gradients and Adam's moments" in named
@@ -202,7 +202,7 @@ def test_plan_says_what_trainings_and_teacher_need(tmp_path: Path, capsys: Captu
     assert "16 GB of GPU memory for the weights, then activations" in adapter
     all_of_them = run(capsys, *plan, "--set", "tasks={snli: {validation: 50}}").out
     assert "not counted: train questions of snli" in all_of_them
-    assert "trainings" not in run(capsys, *plan, "--json").out
+    assert "training runs" not in run(capsys, *plan, "--json").out
 
 
 def test_a_begun_stage_is_planned_as_begun(tmp_path: Path, capsys: Capture) -> None:

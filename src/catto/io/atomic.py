@@ -75,21 +75,22 @@ def build_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _write_then_rename(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; flush what is written there to disk, then rename it to `path`.
+    """Yield a temporary path next to `path`, where the caller creates a file or a folder; then rename it to `path`.
 
-    The hidden name is cut to 100 bytes, short enough for every file system. A stage deletes leftover `.*.part` files
-    when it is published.
+    Before the rename, everything is flushed to disk. After an error, the temporary file or folder is deleted. The
+    hidden name is cut to 100 bytes, short enough for every file system. A stage deletes leftover `.*.part` files when
+    it is published.
     """
     name = path.name.encode(errors="ignore")[:100].decode(errors="ignore")
     temporary = path.with_name(f".{name}.{os.getpid()}.part")
     with write_errors_at(path, temporary):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same id
             yield temporary
             for written in (*sorted(temporary.rglob("*")), temporary):
                 _sync(written)
-            if path.is_dir():
+            if path.is_dir():  # unlike a file, a folder that is not empty cannot be replaced by a rename
                 shutil.rmtree(path)
             temporary.replace(path)
         finally:

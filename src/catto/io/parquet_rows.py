@@ -55,8 +55,9 @@ def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, A
     expanded_bytes = 0
     number = 0
     try:
-        plain = parquet.ParquetFile(file)
-        # Texts stay references to a dictionary until `_expanded_bytes` has measured them.
+        plain = parquet.ParquetFile(file)  # only for its schema, in which texts are texts
+        # The rows are read from `table`: its texts are references to a dictionary until `_expanded_bytes` has counted
+        # their bytes.
         table = parquet.ParquetFile(file, read_dictionary=_list_text_columns(plain.schema), pre_buffer=False)
         _check_names(path, table.schema_arrow.names)
         if table.metadata.num_rows > MAX_ROWS:
@@ -170,14 +171,18 @@ class PageHeader(NamedTuple):
 
 
 def _check_pages(path: Path, file: IO[bytes], table: Any) -> None:
-    """Refuse a file whose pages would need too much memory. Only the headers of the pages are read."""
+    """Refuse a file whose pages would need too much memory. Only the headers of the pages are read.
+
+    Arrow unpacks one page of every column of a row group at the same time, so the sum of the largest pages is limited.
+    It may also keep all values in the lists of a row group in memory, so their number is limited too.
+    """
     for group_number in range(table.metadata.num_row_groups):
         group = table.metadata.row_group(group_number)
         page_bytes = 0
         list_values = 0
         for column_number in range(group.num_columns):
             column = group.column(column_number)
-            start = column.data_page_offset
+            start = column.data_page_offset  # of the first data page; a dictionary page comes before it
             if column.has_dictionary_page and column.dictionary_page_offset:
                 start = min(start, column.dictionary_page_offset)
             in_lists = table.schema.column(column_number).max_repetition_level > 0

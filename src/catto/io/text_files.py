@@ -70,12 +70,15 @@ def _require_regular_file(path: Path) -> None:
 
 
 def iterate_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of every line, including its line break; raise a DataError if it is not UTF-8.
+    """Yield (number, text) of every line, including its line break.
 
     Args:
         path: The file.
         unit: What errors call the number. In a CSV file it is a line: quoted fields may contain line breaks, so lines
             are not rows.
+
+    Raises:
+        DataError: The file cannot be read, or a line is too long or not UTF-8 text.
     """
     with open_input(path) as file:
         number = 0

@@ -182,13 +182,16 @@ class Attempt:
     """One attempt at a stage. Leaving it without `publish` keeps its folder for the next attempt."""
 
     def __init__(self, root: Path, stage: Stage, inputs_digest: str, source: Path | None = None) -> None:
-        """Create the attempt's folder and lock it.
+        """Create the attempt's folder, lock it and copy earlier work into it.
+
+        The folder has its final name only when the copy is complete. If the process is killed before, no later attempt
+        continues from the partial copy.
 
         Args:
             root: The experiment's folder.
             stage: The stage.
             inputs_digest: What `digest_inputs` returns for the stage.
-            source: Folder of a finished stage to copy; None copies the earlier attempt that got furthest.
+            source: Folder of a finished stage to copy; None copies the earlier attempt that got furthest, if any.
         """
         self.root = root
         self.stage = stage
@@ -284,7 +287,7 @@ class Attempt:
                 return
             self.check_folder()
             final = stage_dir(self.root, self.stage)
-            if final.exists():  # the result for different inputs
+            if final.exists():  # a result for different inputs, which `delete_abandoned` deletes after it is replaced
                 final.rename(final.with_name(f"{final.name}{STALE}{secrets.token_hex(4)}"))
             self.out.rename(final)
             atomic.sync_folder(final.parent)

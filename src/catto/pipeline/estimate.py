@@ -45,7 +45,7 @@ GPU = Card("A100", 312e12, 2.04e12, 80e9)
 # The fraction of a GPU's peak operations that a well-tuned training reaches.
 TRAINING_SHARE = 0.4
 MOST_CPU_PARAMETERS = 2e9  # for larger models, no CPU hours are printed
-# Operations/s of a training on two CPU cores without bf16 instructions: 140 tokens/s with SmolLM2-135M.
+# Operations/s of training on two CPU cores without bf16 instructions: 140 tokens/s with SmolLM2-135M.
 CPU_OPERATIONS = 0.11e12
 # The vocabulary of a model from scratch: the words of the embedded world.
 SCRATCH_VOCABULARY = 256
@@ -179,7 +179,7 @@ def parse_parameter_count(name: str) -> float | None:
 
 
 def stage_group(stage: Stage) -> str:
-    """Return the group in which the plan lists a stage: its kind, with the method of a training."""
+    """Return the group in which the plan lists a stage: its kind, with the method of a training stage."""
     if stage.kind == "train":
         return f"train {stage.method}"
     return stage.kind.replace("_", " ")
@@ -266,7 +266,7 @@ class PlanEstimate:
         return count or 0
 
     def count_training_tokens(self, stage: Stage[TrainSettings]) -> int:
-        """Return an upper bound for the tokens of a training, counting every row as long as the context."""
+        """Return an upper bound for the tokens of a training stage, counting every row as long as the context."""
         settings = stage.settings
         teacher = self.recipe.own_teacher
         per_question = teacher.n
@@ -303,7 +303,7 @@ class PlanEstimate:
         return questions * samples
 
     def describe_missing(self, missing: Iterable[Stage]) -> list[str]:
-        """Return lines that say what the missing trainings and the teacher need; empty if there are none."""
+        """Return lines that say what the missing training stages and the teacher need; empty if there are none."""
         stages = list(missing)
         self.uncounted.clear()
         lines = self._describe_trainings([stage for stage in stages if stage.kind == "train"])
@@ -320,7 +320,8 @@ class PlanEstimate:
             return []
         tokens = sum(self.count_training_tokens(stage) for stage in trainings)
         millions = max(tokens / 1e6, 1)
-        lines = [f"{len(trainings)} trainings: up to {millions:,.0f} million tokens, with rows as long as the context"]
+        tokens_text = f"up to {millions:,.0f} million tokens, with rows as long as the context"
+        lines = [f"{len(trainings)} training runs: {tokens_text}"]
         if self.parameters is None:
             return lines
         lines.append(self._describe_memory(self.parameters))

@@ -84,10 +84,10 @@ keys=(
 
 
 def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return `submit.sh` and one script for each job array.
+    """Return `submit.sh`, which submits all jobs, and one script for each job array.
 
-    An array has the stages of one kind at one depth of the graph. It starts when the arrays with its needs have ended,
-    even if tasks failed: `catto stage` refuses a stage whose needs are not done.
+    An array consists of stages of one kind at one depth of the graph. It starts when the arrays of the stages that it
+    needs have ended, even if some of their tasks failed: `catto stage` refuses a stage whose needs are not done.
 
     Args:
         root: The experiment's folder.
@@ -104,12 +104,13 @@ def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) ->
     for number, members in enumerate(arrays):
         kind = members[0].kind
         name = f"{number:02d}-{kind}.sh"
-        after = _format_dependency(members, array_of)
-        jobs.append(f"job{number}=$(submit {after}{name})")
+        dependency_option = _format_dependency(members, array_of)
+        # `submit` is a shell function that SUBMIT defines; it prints the id of the job.
+        jobs.append(f"job{number}=$(submit {dependency_option}{name})")
         scripts[f"slurm/{name}"] = ARRAY.format(
             kind=kind,
             last=len(members) - 1,
-            resources=_format_resources(stage_resources(recipe, members[0])),
+            resources=_format_resources(stage_resources(recipe, members[0])),  # the same for all stages of a kind
             keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
             command=_slurm_command(root),
             recipe=recipe_file(root, recipe).stem,

@@ -34,7 +34,8 @@ MOST_CHARACTERS = 2000
 def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
     """Split the batch of an optimizer step over the processes, so that its size stays the same.
 
-    The micro-batches that are accumulated are distributed first. Only if these do not suffice is a micro-batch split.
+    The micro-batches of a step, whose gradients are accumulated, are distributed over the processes first. A
+    micro-batch is split only if there are not enough of them.
 
     Args:
         arguments: Training arguments for a single process.
@@ -51,13 +52,13 @@ def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
     """
     size = arguments["per_device_train_batch_size"]
     micro_batches = arguments.get("gradient_accumulation_steps", 1)
-    shared_steps = math.gcd(micro_batches, processes)
-    processes_per_batch = processes // shared_steps
-    if size % processes_per_batch:
+    parallel_micro_batches = math.gcd(micro_batches, processes)
+    processes_per_micro_batch = processes // parallel_micro_batches
+    if size % processes_per_micro_batch:
         raise ValueError(f"{processes} processes cannot share a batch of {size * micro_batches} equally")
     return {
-        "per_device_train_batch_size": size // processes_per_batch,
-        "gradient_accumulation_steps": micro_batches // shared_steps,
+        "per_device_train_batch_size": size // processes_per_micro_batch,
+        "gradient_accumulation_steps": micro_batches // parallel_micro_batches,
     }
 
 
@@ -88,7 +89,7 @@ def _read_layout(launch: LaunchSettings) -> str:
     """Return how the processes share the model: DDP, FSDP, ZeRO-2 or ZeRO-3.
 
     Raises:
-        ValueError: The configuration is invalid, or the fused head is not known to work with it.
+        ValueError: The configuration is invalid, or training is not known to work with it.
     """
     path = CONFIGS.get(launch.config, Path(launch.config))
     if not path.is_file():
@@ -106,7 +107,8 @@ def _read_layout(launch: LaunchSettings) -> str:
         raise ValueError(f"config {launch.config} asks for {problem}")
     kind = str(config["distributed_type"])
     if kind == "DEEPSPEED":
-        return f"ZeRO-{_get_section(config, 'deepspeed_config').get('zero_stage', 2)}"
+        zero_stage = _get_section(config, "deepspeed_config").get("zero_stage", 2)  # 2 is Accelerate's default
+        return f"ZeRO-{zero_stage}"
     return "FSDP" if kind == "FSDP" else "DDP"
 
 
@@ -136,7 +138,9 @@ def _find_unsupported(config: Mapping[str, Any]) -> str | None:
 
 
 def build_command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
-    """Return the command that starts the processes.
+    """Return the command that starts the processes of a training stage.
+
+    Each process runs this module as a program, which calls `run_process`.
 
     Args:
         launch: The recipe's settings.
@@ -167,11 +171,18 @@ def build_command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
 def run_processes(command: list[str], progress: Callable[[int, int, str], None]) -> None:
     """Run the command that starts the processes, log its output and report its progress.
 
+    A line of the output may end in `MARK` and a report: a list with the progress, or the text of an error.
+
+    Args:
+        command: What `build_command` returns.
+        progress: Called with the finished steps, all steps and a note.
+
     Raises:
         RuntimeError: The command failed; the message is the first error that a process reported.
     """
     logger.info("starting %s", " ".join(command))
     first_error = ""
+    # Nothing is written to stdin: it closes when the stage ends, which makes the processes exit.
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, text=True, errors="replace", **pipes) as launched:
         try:
@@ -208,7 +219,10 @@ def _exit_with_stage() -> None:
 
 
 def run_process(file: str) -> None:
-    """Run one of the processes. All report errors; only rank 0 reports progress and logs more than errors.
+    """Train in one of the processes that the command of `build_command` starts.
+
+    Every process prints its errors as reports for `run_processes`. Only rank 0 also reports progress and logs messages
+    below the level of errors.
 
     Args:
         file: The file with the `TrainingJob`.

@@ -155,7 +155,8 @@ class Graph:
     ) -> Stage[QuestionSettings]:
         """Plan the questions of one split.
 
-        The training questions are the same for every seed, and no seed holds any of them out.
+        The training questions are the same for every seed: those that are validation or test questions for none of the
+        recipe's seeds.
 
         Args:
             task: The task.
@@ -163,6 +164,7 @@ class Graph:
             seed: The seed that the validation and test questions depend on; not used for training questions.
             more: Number of training questions beyond the task's `train`, for a stream of held-out questions.
         """
+        # The sizes of the other splits are removed, so that the key of the stage does not depend on them.
         other_splits = set(SPLITS) - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(other_splits))
         if split != "train":
@@ -174,6 +176,7 @@ class Graph:
             name = f"stream {name}"
         seeds = None
         first_seed = 0
+        # From a user's file, validation and test questions are cut by seed, unless each split has a file of its own.
         is_cut_by_seeds = block.own and len(block.files or ()) < len(SPLITS)
         if is_cut_by_seeds:
             seeds = self.recipe.seeds
@@ -247,16 +250,19 @@ class Graph:
         samples: int = 1,
         kinds: tuple[Kind, ...] = ("outcome",),
     ) -> Stage:
-        """Plan rows of responses that are sampled from a model.
+        """Plan to sample responses from a model, and the rows made from these responses.
 
         Args:
-            name: The name of the stage.
+            name: The name of the stage of the rows.
             model: The model.
             split: The split of the questions.
-            outcome: The recipe's settings if the rows are the stream that `outcome` learns from; None if a training is
-                monitored on them.
+            outcome: The recipe's settings if the rows are the stream that a calibration term learns from; None if they
+                are only used to monitor training.
             samples: Number of responses per question.
             kinds: The kinds of rows.
+
+        Returns:
+            The stage of the rows.
         """
         generating = self._generating_for(model.settings.task)
         temperature = 1.0 if outcome is None else outcome.temperature
@@ -271,14 +277,14 @@ class Graph:
             sampling=sampling,
             split=split,
             prompts=generating.prompts,
-            contents=None,
+            contents=None,  # this and the parser's version are only for the teacher's responses
             parser=None,
             generating=generating,
             outcome=outcome,
         )
         questions = self.plan_questions(model.settings.task, split, model.settings.seed)
         needs: dict[str, Stage] = {"model": model, "questions": questions}
-        if outcome is not None and outcome.held_out:
+        if outcome is not None and outcome.held_out:  # ask only questions that are not among the training questions
             needs["questions"] = self.plan_questions(model.settings.task, more=outcome.questions or 0)
             needs["trained_on"] = questions
         return self._plan_rows(name, Stage("sampled", f"sampled {name}", settings, needs), kinds)
@@ -322,6 +328,7 @@ class Graph:
         elif block.epochs:  # the recipe's `epochs` replaces the number for all pairs, not that of the small budget
             epochs = block.epochs
         is_rcft = method.stage == "rcft"
+        # A setting that the method does not read is None, so that the key of the stage does not depend on it.
         settings = TrainSettings(
             name=name,
             method=method,
@@ -339,6 +346,7 @@ class Graph:
             outcome=self._resolve_outcome(method),
             answering=self._generating_for(task) if is_rcft else None,
             parser=forms.VERSION if is_rcft else None,
+            # All settings in no field above. A new setting changes the key until it is excluded here.
             others=recipe.model_dump(mode="json", exclude={*IN_STAGES, "name", "evaluation"}),
             launch=recipe.launch,
         )
@@ -346,7 +354,7 @@ class Graph:
         return Stage("train", stage_name, settings, self._plan_training_needs(task, seed, method, budget))
 
     def _plan_training_needs(self, task: str, seed: int, method: Method, budget: Budget) -> dict[str, Stage]:
-        """Return the stages that a training reads, by their role."""
+        """Return the stages that a training stage reads, by their role."""
         needs: dict[str, Stage] = {"teacher": self.plan_teacher_rows(task)}
         if method.stage != "sft":
             start = self.plan_choice(task, seed, start_of(method, self.recipe.start), budget)
@@ -431,16 +439,18 @@ class Graph:
         temperature: Stage | None = None,
         limit: int | None = None,
     ) -> Stage:
-        """Plan responses to held-out questions: one stage generates them, a second one reads them.
+        """Plan a model's responses to held-out questions, and the predictions read from them.
+
+        Two stages do this, so that the responses are not generated again when only the answer parser changes.
 
         Args:
-            name: The name of the stages.
+            name: The readable part of the stages' names.
             model: The model.
             seed: The seed of the questions and of the sampling.
             task: The task of the questions.
             split: Their split.
-            temperatures: One temperature per sample, or the number of samples.
-            temperature: A stage that finds the temperature, if `temperatures` is a number of samples.
+            temperatures: One sampling temperature per sample, or the number of samples if `temperature` is given.
+            temperature: The stage that finds the temperature of all samples.
             limit: Maximum number of questions.
 
         Returns:
@@ -452,13 +462,14 @@ class Graph:
         if temperature is not None:
             generating_needs["temperature"] = temperature
         needs["generated"] = Stage("generated", f"generated {name}", settings, generating_needs)
+        # Sampled predictions are an intermediate step: the stage that uses them is called `name` itself.
         title = name if temperatures == GREEDY else f"read {name}"
         reading = PredictionSettings(settings, forms.VERSION, self._grading_version(task))
         return Stage("predicted", title, reading, needs)
 
     def _plan_validation(self, task: str, seed: int, model: Stage) -> Stage:
         """Plan greedy predictions on the validation questions."""
-        # Unlike that of a training, the name of the base model has no task and no seed.
+        # Unlike the name of a training stage, that of the base model contains neither task nor seed.
         name = f"{model.name} {task} seed {seed}" if model.kind == "base" else model.name
         return self._plan_predictions(f"validation {name}", model, seed, task, "validation", GREEDY)
 
@@ -668,7 +679,7 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         overrides: Settings to replace, such as `seeds=[0]`.
 
     Raises:
-        DataError: The recipe is invalid, a task is unknown, or a method cannot be used with a task.
+        DataError: The recipe is invalid, a task is unknown, or a setting cannot be used with a task.
 
     >>> open_recipe("quickstart", ["tasks={snl: null}"])
     Traceback (most recent call last):
@@ -680,7 +691,7 @@ def open_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
             _check_task(name, recipe)
         except _TaskError as error:
             raise DataError(origin_of(source, overrides, error.setting), None, str(error)) from None
-    problem = _find_use_of_labels(recipe)
+    problem = _explain_missing_labels(recipe)
     if problem is not None:
         raise DataError(source, None, problem)
     return recipe
@@ -693,8 +704,8 @@ def _has_options(name: str, block: TaskSettings) -> bool:
     return True
 
 
-def _find_use_of_labels(recipe: Recipe) -> str | None:
-    """Return what is wrong if a setting of the recipe needs labels but the answers to a task have none; else None."""
+def _explain_missing_labels(recipe: Recipe) -> str | None:
+    """Return a message if a setting of the recipe needs labels but the answers to a task have none; otherwise None."""
     without_options = [name for name, block in recipe.tasks.items() if not _has_options(name, block)]
     if not without_options:
         return None
@@ -729,23 +740,24 @@ class _TaskError(ValueError):
 
 
 def _check_task(name: str, recipe: Recipe) -> None:
-    """Check a task of the recipe.
+    """Check the name and the settings of a task, and the recipe's seeds for it.
 
     Raises:
-        _TaskError: The task is unknown, does not read one of its settings, or has no splits for one of the seeds.
+        _TaskError: The task is unknown, a setting of it is not read, or it has no splits for one of the seeds.
     """
     block = recipe.tasks[name]
     if name not in TASKS and not block.own:
         expected = f"neither one of {', '.join(TASKS)} nor given a path"
         raise _TaskError(("tasks", name), f"tasks.{name}: {expected}{did_you_mean(name, TASKS)}")
-    kind = _origin_of_questions(name, block)
-    set_names = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
-    unread = sorted(set_names - _SETTINGS_READ[kind])
+    origin = _origin_of_questions(name, block)
+    given_settings = {setting for setting in block.model_fields_set if getattr(block, setting) is not None}
+    unread = sorted(given_settings - _SETTINGS_READ[origin])
     if unread:
         problem = "not read for this task, so it would have no effect"
         raise _TaskError(("tasks", name, unread[0]), f"tasks.{name}.{unread[0]}: {problem}")
-    # The world of witnesses and users' files have splits for any seed; the other tasks only for their own seeds.
-    if kind in ("benchmark", "generated"):
+    # Users' files and the generated world of the task `witnesses` can be split with any seed. The other tasks have
+    # splits only for fixed seeds.
+    if origin in ("benchmark", "generated"):
         known = TASKS[name].seeds
         for seed in recipe.seeds:
             if seed not in known:
@@ -763,18 +775,19 @@ def _origin_of_questions(name: str, block: TaskSettings) -> str:
 
 
 def check_places(source: str, recipe: Recipe) -> None:
-    """Check that the files, models and server that the recipe names can exist.
+    """Check the paths, hub ids and addresses in a recipe before anything runs. Neither hub nor server is contacted.
 
     Args:
         source: The name or file of the recipe, for errors.
         recipe: The recipe.
 
     Raises:
-        DataError: One of them cannot; the message names the setting.
+        DataError: A file or folder is missing, a hub id or an address is malformed, or a method cannot be trained with
+            the `launch` block. The message names the setting.
     """
     teacher = recipe.own_teacher
     try:
-        # `where` is the setting that an error of the check after it names.
+        # The functions below are called only for the errors that they raise; `where` is the setting to name in them.
         for name, block in recipe.tasks.items():
             where = f"tasks.{name}"
             if name == "witnesses" and not block.own:
@@ -841,10 +854,10 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
         root: The experiment's folder.
         key: The key of the stage, the beginning of the key, or the name of the stage's folder.
         recipe: The hash of the recipe, or its beginning. Recipes that share a stage may differ in how it is run
-            (`launch`, the teacher's address). If empty, the recipe that was used last is taken.
+            (`launch`, the teacher's address). If empty, the most recently used recipe that has the stage is chosen.
 
     Raises:
-        DataError: There is no such recipe or stage, or several keys begin like this.
+        DataError: There is no such recipe or stage, or several keys begin with `key`.
     """
     recipes = sorted((root / "recipes").glob(f"{recipe}*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     if not recipes:

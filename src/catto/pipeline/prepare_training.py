@@ -1,4 +1,4 @@
-"""Prepare a training: read its rows and validation examples, and build the trainer of its method."""
+"""Prepare a training run: read its rows and validation examples, and build the trainer of its method."""
 
 from __future__ import annotations
 
@@ -117,8 +117,9 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
         examples = locate_labels(tokenizer, drawn)
     else:
         examples = [TokenizedRow(row.question, ids) for row, ids in drawn]
-    # SFT is monitored on the teacher's traces, since no model has been trained that could sample reasoning. There are
-    # no traces if the teacher's responses are stored ones, which may answer only the training questions.
+    # Training is monitored on reasoning that the start model has sampled for the validation questions. For SFT,
+    # no model has been trained yet that could: it is monitored on the teacher's traces. There are none if the teacher's
+    # responses are stored ones, which may answer only the training questions.
     validation_role = "traces" if method.stage == "sft" else "reasoning"
     validation: list[Example] = []
     if validation_role in job.inputs:
@@ -187,11 +188,11 @@ def compute_label_share(prediction: Prediction) -> float | None:
 
 
 def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> PreparedTraining:
-    """Prepare a training on pairs, with its calibration term and the stream of responses that the term reads.
+    """Prepare training on pairs, with the method's calibration term and the stream of responses that the term reads.
 
     Raises:
-        ValueError: There is no pair, or all pairs are longer than the context, or all responses of the stream are. Also
-            if the tokenizer does not distinguish the labels of a question.
+        ValueError: There is no pair, all pairs or all responses of the stream are longer than the context, or the
+            tokenizer does not distinguish the labels of a question.
     """
     settings = job.settings
     method = settings.method
@@ -217,6 +218,7 @@ def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
         outcome_examples=stream,
         **adapter,
     )
+    # The tokens of an epoch: those of all pairs, and those of the stream's rows that are read together with them.
     tokens = sum(_count_forward_tokens(pair) for pair in pairs)
     if stream:
         stream_rows_per_epoch = config.outcome_rows_per_pair * len(pairs)
@@ -266,7 +268,7 @@ def _read_stream_examples(job: TrainingJob, tokenizer: Any) -> tuple[list[Exampl
 
 
 def _list_term_options(settings: TrainSettings) -> dict[str, Any]:
-    """Return the options of `CATTOConfig` that all trainings on pairs share, and those of the calibration term.
+    """Return the options of `CATTOConfig` for any training on pairs, and those of the calibration term.
 
     Options that the term does not read are left out, since `CATTOConfig` refuses them.
     """

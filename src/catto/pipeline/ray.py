@@ -53,6 +53,9 @@ def run_on_ray(
         address: The address of a cluster, or `auto` for the one that runs on this machine. None starts a new cluster
             on this machine.
 
+    Returns:
+        How the run ended.
+
     Raises:
         DataError: Another run works in the folder, there is no connection to the cluster, or it lacks resources.
     """
@@ -62,7 +65,7 @@ def run_on_ray(
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             options = list_ray_options(recipe, missing, nodes)
             tasks: dict[str, Any] = {}
-            for stage in missing:
+            for stage in missing:  # in this order, the tasks of its needs exist already
                 needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
                 resources = options[resource_block(recipe, stage)]
                 task = ray.remote(_run_stage).options(name=stage.name, max_retries=RETRIES, **resources)
@@ -148,7 +151,17 @@ class _StageMonitor:
 
 
 def _follow_tasks(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any], display: Display) -> Outcome:
-    """Wait until the tasks of all missing stages have ended; meanwhile, show their progress."""
+    """Wait until the tasks of all missing stages have ended; meanwhile, show their progress.
+
+    Args:
+        root: The experiment's folder.
+        missing: The stages, each after the stages it needs.
+        tasks: Ray's reference to the task of each stage, by the stage's key.
+        display: Shows the progress.
+
+    Returns:
+        How the run ended.
+    """
     outcome = Outcome()
     monitor = _StageMonitor(root, len(missing), display)
     pending = {stage.key: stage for stage in missing}
@@ -159,7 +172,7 @@ def _follow_tasks(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any]
         ended = [stage for stage in pending.values() if tasks[stage.key] in ready_tasks]
         for stage in ended:
             del pending[stage.key]
-            if outcome.blocks(stage):
+            if outcome.blocks(stage):  # the task has ended without running the stage
                 display.ended(stage, "blocked", 0.0)
                 continue
             ending = _read_ending(root, tasks[stage.key])
@@ -186,7 +199,9 @@ def _read_ending(root: Path, task: Any) -> Ending:
 def list_ray_options(
     recipe: Recipe, missing: Sequence[Stage], nodes: Sequence[Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return Ray's options for each block of the recipe's resources.
+    """Return Ray's options for the tasks of each block of the recipe's `resources`, such as `train`.
+
+    If the cluster has no GPU, a block that does not set `gpus` requests none.
 
     Args:
         recipe: The recipe.
@@ -194,10 +209,10 @@ def list_ray_options(
         nodes: The resources of each node of the cluster, by Ray's names.
 
     Returns:
-        For each block that a missing stage uses, the options of its tasks.
+        The options by the name of the block, for the blocks that the missing stages use.
 
     Raises:
-        DataError: No node has the resources of a block. Ray itself would wait for such a node forever.
+        DataError: No node has the resources that a block requests. Ray itself would wait for such a node forever.
     """
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
     stage_of_block = {resource_block(recipe, stage): stage for stage in missing}
@@ -239,7 +254,10 @@ def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs:
         root: The experiment's folder.
         working_folder: The folder that paths in the recipe are relative to.
         key: The key of the stage.
-        needs: The endings of its needs; Ray replaces the references to their tasks by these.
+        needs: How the stages that it needs ended; Ray passes these in place of the references to their tasks.
+
+    Returns:
+        How the stage ended: `blocked`, without running, if one of its needs failed or was blocked.
 
     Raises:
         DataError: This node cannot find the stage or the results of its needs.
@@ -249,7 +267,7 @@ def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs:
         return Ending("blocked")
     os.chdir(working_folder)
     recipe_json = recipe.model_dump_json()
-    if recipe_json not in _stages_by_recipe:
+    if recipe_json not in _stages_by_recipe:  # a worker plans each recipe once
         all_stages = stages.list_needed([Graph(recipe).plan_report()])
         _stages_by_recipe[recipe_json] = {stage.key: stage for stage in all_stages}
     stage = _stages_by_recipe[recipe_json].get(key)

@@ -61,10 +61,10 @@ def rehearse_trainings(source: str, stages: Iterable[Stage[TrainSettings]]) -> N
 
     Args:
         source: The name or file of the recipe, for errors.
-        stages: The trainings; of several with the same method, one is rehearsed.
+        stages: The training stages; of several with the same method, one is rehearsed.
 
     Raises:
-        DataError: A training failed; the message is the library's.
+        DataError: A rehearsal failed; the message is the library's.
     """
     by_method = {stage.settings.name: stage for stage in stages}
     with tempfile.TemporaryDirectory() as name:
@@ -112,7 +112,11 @@ def _drop_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_toy_rows(folder: Path) -> None:
-    """Write a few rows of each kind. The two responses differ in their reasoning too: some losses read only that."""
+    """Write every file that a training stage may read, with a few rows each.
+
+    The folder is used in place of the folders of all stages that a training stage needs. The two responses of a pair
+    also differ in their reasoning, since some losses read only that.
+    """
     responses = {}
     for label in "AB":
         responses[label] = (Message(role="assistant", content=render_completion(label, label)),)

@@ -113,7 +113,7 @@ def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
 
 
 def _run_in_order(root: Path, needed: Sequence[Stage], display: Display) -> Outcome:
-    """Run the stages that are not done, each after the stages it needs."""
+    """Run the stages that are not done, each after the stages it needs. Return how the run ended."""
     outcome = Outcome()
     verified_folders: set[Path] = set()
     started_count = 0
@@ -130,7 +130,8 @@ def _run_in_order(root: Path, needed: Sequence[Stage], display: Display) -> Outc
             ending = run_stage(root, stage, partial(display.progress, stage), verified_folders)
             outcome.add(stage, ending)
             display.ended(stage, ending.outcome, time.monotonic() - began)
-        elif stage.folder in leftovers:  # an earlier run was killed after it published, before it deleted them
+        elif stage.folder in leftovers:
+            # An earlier run was killed after it had published this stage, but before it deleted older attempts at it.
             with attempts.lock_stage(root, stage):
                 attempts.delete_abandoned(root, stage)
     return outcome
@@ -147,8 +148,9 @@ def run_stage(root: Path, stage: Stage, progress: Progress, verified_folders: se
             are added, so that each folder is verified once per run.
 
     Returns:
-        How the stage ended; also `done` if another process finished it meanwhile. If the stage raises an exception, it
-        is `failed` and the traceback is in the log.
+        `done` if this call or a different process has finished the stage; `unchanged` if the result was copied from a
+        stage with the same inputs (see `reuse_earlier_result`); `failed` if the stage could not begin, or if it raised
+        an exception, whose traceback is in the log.
 
     Raises:
         DataError: The done.json of the stage, or of one of its needs, is damaged.

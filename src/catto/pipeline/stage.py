@@ -238,7 +238,7 @@ class Work(Generic[S]):
         return stage_dir(self.root, self.stage.needs[role])
 
     def model(self, role: str = "model") -> Path:
-        """Return the model's folder of the need with this role: a training, or the one that a choice selected."""
+        """Return the model's folder of the need with this role: a trained model, or the one that a choice selected."""
         return stage_dir(self.root, resolve_choice(self.root, self.stage.needs[role])) / "model"
 
 

@@ -1,4 +1,4 @@
-"""Run a training: load the start model, train it, and save the model with a description of the training."""
+"""Train a model: load the start model, train it, and save it with a description of the training run."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def start_training(job: TrainingJob, progress: Progress) -> None:
 def train_method(job: TrainingJob, progress: Progress) -> None:
     """Train in this process, which may be one of several; rank 0 writes the model and training.json.
 
-    A training that was killed resumes from its newest complete checkpoint. The fields of training.json are those of
-    `report.numbers.Training`.
+    If an earlier process was killed during training, this one resumes from the newest complete checkpoint. The fields
+    of training.json are those of `report.numbers.Training`.
     """
     is_on_pairs = job.settings.method.stage == "preference"
-    # For a training on pairs, TRL adds the adapter.
+    # If the training is on pairs, TRL adds the adapter of `model.peft` later, in the trainer.
     model, tokenizer = _load_start(job, adapted=not is_on_pairs)
     prepare = prepare_preference if is_on_pairs else prepare_supervised
     prepared = prepare(job, model, tokenizer)
     trainer = prepared.trainer
     _warn_of_repeated_rows(job, prepared)
-    _check_tied_head(trainer.model)
+    _refuse_adapter_on_tied_embedding(trainer.model)
     clock = _Clock(job, progress)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(clock)
@@ -80,6 +80,7 @@ def train_method(job: TrainingJob, progress: Progress) -> None:
         return
     trained = trainer.model
     if gathered_weights is not None:  # the model is split over the processes
+        # Load a whole copy of the start model. Its adapter is always added here, since it is among the trained weights.
         trained, _ = _load_start(job)
         load_trained(trained, gathered_weights)
     save_model(trained, tokenizer, job.out / "model")
@@ -96,7 +97,7 @@ def _warn_of_repeated_rows(job: TrainingJob, prepared: PreparedTraining) -> None
         logger.warning(message, prepared.rows, repeated)
 
 
-def _check_tied_head(model: Any) -> None:
+def _refuse_adapter_on_tied_embedding(model: Any) -> None:
     """Raise ValueError if the input embedding has an adapter and shares its weights with the head."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -128,7 +129,7 @@ def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, 
 def _average_reward_accuracy(logs: Iterable[dict[str, float]]) -> float | None:
     """Return how often the chosen response had the higher reward, averaged over the last quarter of the logged values.
 
-    Return None if no values were logged, as in a training without pairs.
+    Return None if no values were logged, as in training without pairs.
     """
     accuracies = [entry["rewards/accuracies"] for entry in logs if "rewards/accuracies" in entry]
     if not accuracies:

@@ -20,7 +20,7 @@ class BaseSettings(StageSettings):
 
 
 def run_base(work: Work[BaseSettings]) -> None:
-    """Load the given model as a training would, and save it."""
+    """Load the given model as a training stage would, and save it."""
     from catto.pipeline.training_job import load_model, save_model
 
     model, tokenizer = load_model(work.settings.model.path or "", work.settings.model)

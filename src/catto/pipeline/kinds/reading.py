@@ -1,4 +1,4 @@
-"""The stage that reads the labels of generated responses and their probabilities."""
+"""The stage that reads the answers of generated responses and gives each a confidence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from catto.engines import ScoredGeneration
 from catto.io.record_files import manifest_path, read_records
@@ -16,6 +17,9 @@ from catto.pipeline.kinds.questions import read_questions
 from catto.pipeline.stage import StageSettings, Work
 from catto.records import Prediction, Question
 from catto.teacher.responses import GENERATIONS
+
+if TYPE_CHECKING:
+    from catto.predict import SamplingOptions
 
 PREDICTIONS = "predictions.jsonl"
 
@@ -30,7 +34,11 @@ class PredictionSettings(StageSettings):
 
 
 def run_reading(work: Work[PredictionSettings]) -> None:
-    """Read the labels of generated responses, and take their probabilities from the scores stored with the text."""
+    """Turn generated responses into predictions: read the answer of each and determine its confidence.
+
+    If the answers are labels, the confidence comes from the scores that are stored with the responses, so the model is
+    loaded only if some are missing. If they are short answers, the model is asked whether each is true.
+    """
     from catto import predict
 
     def report(count: int, total: int, right: int) -> None:
@@ -39,39 +47,46 @@ def run_reading(work: Work[PredictionSettings]) -> None:
 
     text = work.settings.text
     questions = read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
-    if not questions[0].has_labels:
-        _read_short_answers(work, questions)
-        return
     generations = work.input("generated") / GENERATIONS
-    temperatures = read_json(work.input("generated") / TEMPERATURES)
+    # Responses must be read with the options with which they were sampled, the temperatures included.
+    sampling = sampling_options(text, read_json(work.input("generated") / TEMPERATURES))
+    if not questions[0].has_labels:
+        _read_short_answers(work, questions, generations, sampling)
+        return
     predict.read(
         StoredEngine(work, text.generating.evaluation, generations),
         questions,
         read_records(generations, ScoredGeneration),
-        **sampling_options(text, temperatures),
+        **sampling,
         out=work.out / PREDICTIONS,
         progress=report,
     )
 
 
-def _read_short_answers(work: Work[PredictionSettings], questions: Sequence[Question]) -> None:
-    """Read and grade the answers of generated responses, and ask the model for P(True) of each answer."""
+def _read_short_answers(
+    work: Work[PredictionSettings], questions: Sequence[Question], generations: Path, sampling: SamplingOptions
+) -> None:
+    """Read and grade short answers, and ask the model for P(True): the probability that it calls an answer true.
+
+    Args:
+        work: The stage.
+        questions: The questions.
+        generations: The file of generated responses.
+        sampling: The options with which they were sampled.
+    """
     from catto import elicit
 
-    text = work.settings.text
-    generations = work.input("generated") / GENERATIONS
-    temperatures = read_json(work.input("generated") / TEMPERATURES)
     out = work.out / PREDICTIONS
-    # `evaluate_kinds` finds these finished generations and does not generate again. The manifest is copied first: after
-    # a kill in between, generations without a manifest would be refused.
+    # `evaluate_kinds` finds this copy of the finished generations and does not generate again. The manifest is copied
+    # first: after a kill in between, generations without a manifest would be refused.
     own_copy = elicit.sibling_path(out, "generations")
     shutil.copyfile(manifest_path(generations), manifest_path(own_copy))
     shutil.copyfile(generations, own_copy)
     elicit.evaluate_kinds(
-        open_model_engine(work, text.generating.evaluation),
+        open_model_engine(work, work.settings.text.generating.evaluation),
         questions,
         ["ptrue"],
-        **sampling_options(text, temperatures),
+        **sampling,
         out=out,
         progress=lambda n, total, _: work.progress(n, total, "judged"),
     )

@@ -74,7 +74,10 @@ def run_responses(work: Work[ResponseSettings]) -> None:
 
 
 def select_questions(work: Work[Any], settings: ResponseSettings) -> list[Question]:
-    """Return the questions to ask: those of the split or, for the outcome stream, a sample of them.
+    """Return the questions to ask.
+
+    These are all questions of the split, unless the responses become the outcome stream, from which a calibration term
+    learns. For the stream, the recipe may limit their number and exclude the questions that are trained on.
 
     Args:
         work: The stage of the responses, or that of their rows: both need the same questions.

@@ -18,7 +18,7 @@ from catto.recipe.settings import LaunchSettings, ModelSettings, OutcomeSettings
 
 @dataclass(frozen=True)
 class TrainSettings(StageSettings):
-    """Settings of one training.
+    """Settings of one training run.
 
     Attributes:
         name: The method's name.
@@ -31,7 +31,7 @@ class TrainSettings(StageSettings):
         epochs: Number of epochs.
         pairs: Maximum number of pairs; None is no limit.
         model: The recipe's `model` block.
-        contents: Hash of the base model's files, for a training that starts from it.
+        contents: Hash of the base model's files, if training starts from it.
         context: Maximum length of a row in tokens.
         keep: Which checkpoint is kept.
         prefix_sharing: Whether the responses of a pair share their prompt's computation; None if there are no pairs.
@@ -74,7 +74,7 @@ class TrainSettings(StageSettings):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What each process of a training needs to know.
+    """What each process of a training run needs to know.
 
     Attributes:
         settings: The settings of the training.
