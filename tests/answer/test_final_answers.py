@@ -119,7 +119,7 @@ def test_the_most_confident_stops_where_validation_loses_nothing() -> None:
 def test_token_certainty_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of certainty 1, 3, 2: mean 2; groups of two have 2 and 2.5."""
     tops = [("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -3.0}), ("d", {"d": -1.0, "e": -3.0})]
-    monkeypatch.setattr(selection, "GROUP", 2)
+    monkeypatch.setattr(selection, "TOKENS_PER_GROUP", 2)
     assert selection.token_certainty(tops) == (2.0, 2.0)
     assert selection.token_certainty([*tops[::-1], ("f", {"f": -1.0})]) == (1.75, 1.0)
     assert selection.token_certainty(tops[:1]) == (1.0, 1.0)

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import rankdata
 
 from catto.metrics.comparisons import compare, compare_mean_scores, compare_table
-from catto.metrics.errors import accuracy, brier, confidence_gap, ece
+from catto.metrics.errors import accuracy, brier, confidence_gap, ece, mean_confidence
 from catto.metrics.intervals import Comparison
 from catto.metrics.ranking import auroc
 from catto.metrics.resampling import Answers, ScoredAnswers
@@ -85,6 +85,21 @@ def test_the_comparison_of_one_run_is_its_plain_definition(name: str) -> None:
     found = compare(METRIC[name], a, b, resamples=200)
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, [0.025, 0.975])), abs=1e-12)
     assert found.p_value == (1 + far) / 201
+
+
+def test_a_mean_of_one_half_is_not_taken_for_a_property_of_the_ranks() -> None:
+    """Both methods state 0.5 on average, the mean of their ranks too. Halved confidences give half the interval."""
+    questions = [f"q{number}" for number in range(40)]
+    correct = [0, 1] * 20
+    confidence_a = np.array([0.1, 0.9] * 20)
+    confidence_b = np.array([0.4, 0.5, 0.5, 0.6] * 10)
+    intervals = []
+    for factor in (1.0, 0.5):
+        a = Answers(questions, factor * confidence_a, correct)
+        b = Answers(questions, factor * confidence_b, correct)
+        found = compare(mean_confidence, a, b, resamples=200)
+        intervals.append((found.low / factor, found.high / factor))
+    assert intervals[0] == pytest.approx(intervals[1], abs=1e-12)
 
 
 def test_the_null_band_of_a_mean_over_runs_is_narrower_and_has_the_mean_of_the_means() -> None:

@@ -22,7 +22,7 @@ from catto.errors import DataError
 from catto.io.record_files import read_records, write_records
 from catto.metrics.errors import ece
 from catto.metrics.selection import (
-    MOST_SUBSETS,
+    MAX_SUBSETS,
     RULES,
     Candidates,
     Selected,
@@ -196,8 +196,8 @@ def test_with_the_true_posterior_the_most_confident_is_the_bayes_choice() -> Non
 def test_many_subsets_are_drawn_without_repeats() -> None:
     drawn, exact = draw_subsets(16, 8)
     assert not exact
-    assert len(drawn) == MOST_SUBSETS
-    assert len({tuple(row) for row in drawn.tolist()}) == MOST_SUBSETS
+    assert len(drawn) == MAX_SUBSETS
+    assert len({tuple(row) for row in drawn.tolist()}) == MAX_SUBSETS
     assert np.array_equal(drawn, draw_subsets(16, 8)[0])
     assert (np.diff(drawn, axis=1) > 0).all()
     assert len(draw_subsets(8, 4)[0]) == 70

@@ -13,7 +13,7 @@ from catto.metrics.risk import upper_bound
 # the other half for the bound on the error rate of the calibration answers.
 FALSE_ALARM_RATE = 0.01
 ALARM_LIMIT = 2.0 / FALSE_ALARM_RATE
-# Each bet assumes that the odds of an error are this many times the promised ones. At 1, the bet keeps its capital.
+# Each bet assumes that the odds of an error are this many times the promised odds. At 1, the bet keeps its capital.
 ODDS_RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
 # After n answers, 1 / (n + 1000) of the capital is spread over all bets again, so that late changes are detected too.
 # Without this step, an accuracy that fell after 2,000 answers was missed in most simulated streams.
@@ -49,7 +49,7 @@ class ErrorRateAlarm:
         return self.evidence >= ALARM_LIMIT
 
     def add_answer(self, *, is_wrong: bool, allowed_rate: float) -> None:
-        """Bet on one answer.
+        """Count one answer, and update the capital of all bets unless the alarm is already raised.
 
         Args:
             is_wrong: Whether the answer turned out to be wrong.
@@ -58,26 +58,28 @@ class ErrorRateAlarm:
         self.answers += 1
         if self.is_raised:
             return
-        spread = 1.0 / (self.answers + SPREAD_AFTER)
-        fresh_capital = spread * self.evidence / len(ODDS_RATIOS)
+        spread_share = 1.0 / (self.answers + SPREAD_AFTER)
+        spread_capital_per_bet = spread_share * self.evidence / len(ODDS_RATIOS)
         for bet, odds_ratio in enumerate(ODDS_RATIOS):
-            gain = odds_ratio if is_wrong else 1.0
-            likelihood_ratio = gain / (1.0 - allowed_rate + odds_ratio * allowed_rate)
-            kept_capital = (1.0 - spread) * self._capital[bet]
-            self._capital[bet] = likelihood_ratio * (kept_capital + fresh_capital)
+            # r is `allowed_rate`, and h is `odds_ratio`: h / (1 - r + h r) if wrong, 1 / (1 - r + h r) if right.
+            numerator = odds_ratio if is_wrong else 1.0
+            likelihood_ratio = numerator / (1.0 - allowed_rate + odds_ratio * allowed_rate)
+            own_capital = (1.0 - spread_share) * self._capital[bet]
+            self._capital[bet] = likelihood_ratio * (own_capital + spread_capital_per_bet)
         self.evidence = sum(self._capital)
 
 
 def bound_error_rate(errors: int, answered: int, risk: float) -> float:
-    """Return an upper bound on the error rate of answers that are like the calibration answers.
+    """Return an upper confidence bound on the error rate of answers that are like the calibration answers.
 
     Args:
-        errors: Number of wrong calibration answers above the threshold.
-        answered: Number of calibration answers above the threshold.
+        errors: Number of wrong calibration answers at or above the threshold.
+        answered: Number of calibration answers at or above the threshold.
         risk: The promised error rate.
 
     Returns:
-        The smaller of `risk` and Clopper and Pearson's bound, which fails with probability FALSE_ALARM_RATE / 2.
+        `risk`, or Clopper and Pearson's bound if it is smaller. The true error rate exceeds that bound with a
+        probability of at most FALSE_ALARM_RATE / 2.
 
     >>> bound_error_rate(5, 1000, 0.05) < 0.02
     True

@@ -3,11 +3,12 @@
 As in the paper, `c` is the confidence of a row, and `z` says whether the row is right.
 
 Bins are right-closed, `(edge[k], edge[k+1]]`, and confidence 0 belongs to the first one. Equal-width edges are `k / M`
-as float64 computes it, so a confidence written as `k / M` lies in the k-th bin exactly.
+as float64 computes it, so a confidence written as `k / M` is the upper edge of the k-th of the M bins, and belongs to
+it.
 
 Every metric accepts an optional `weight`: how often each row counts, like scikit-learn's `sample_weight`. A weight of
-shape (N,) gives one number. A weight of shape (R, N) gives R numbers, one for each row of the weight: this is how the
-bootstrap and the null band compute many resamples in one call.
+shape (N,) gives one number. A weight of shape (R, N) contains R weightings of the rows and gives R numbers. This is how
+the bootstrap and the null band compute many resamples in one call.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ Strategy = Literal["width", "mass"]
 # The result of a metric: a float, or (R,) float64 if its weight has shape (R, N). Static types do not see shapes.
 Score = Any
 
-# Columns per pass. Temporary arrays of this length fit the cache, and the allocator reuses their memory.
+# Maximum number of columns of an array that `split_blocks` puts into one block. Temporary arrays of this length fit the
+# cache, and the allocator reuses their memory.
 BLOCK = 1 << 14
 
 
 @reuse_last_result
 def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
-    """Return both columns as float64 and bool.
+    """Check the columns of a metric, and return them as arrays.
 
     Args:
         confidence: (N,) numbers in [0, 1], N >= 1.
         correct: (N,) booleans or 0/1.
 
     Returns:
-        The two columns, (N,) each.
+        The confidences as float64, (N,), and the correctness as booleans, (N,).
 
     Raises:
         ValueError: A column is empty, the lengths differ, or a value is outside its range; the message names the first
@@ -64,10 +66,13 @@ def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bo
 
 
 def check_confidence(confidence: ArrayLike) -> Floats:
-    """Return the confidences as float64.
+    """Check the confidences, and return them as an array of float64.
 
     Args:
         confidence: (N,) numbers in [0, 1], N >= 1.
+
+    Returns:
+        The confidences, (N,).
 
     Raises:
         ValueError: The column is empty, or not all of its values are numbers in [0, 1]; the message names the first
@@ -78,10 +83,11 @@ def check_confidence(confidence: ArrayLike) -> Floats:
     """
     column = _as_column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]")
     c = column.astype(np.float64, copy=False)
-    # Both comparisons are False for nan.
-    in_range = c.min() >= 0.0 and c.max() <= 1.0
-    if not in_range:
-        row = int(np.flatnonzero(~((c >= 0.0) & (c <= 1.0)))[0])
+    # If a value is nan, so are the minimum and the maximum, and both comparisons are False.
+    all_in_range = c.min() >= 0.0 and c.max() <= 1.0
+    if not all_in_range:
+        is_in_range = (c >= 0.0) & (c <= 1.0)
+        row = int(np.flatnonzero(~is_in_range)[0])
         raise ValueError(f"confidence[{row}] is {c[row]}, expected a number in [0, 1]")
     return c
 
@@ -92,22 +98,26 @@ def check_weight(weight: ArrayLike, rows: int) -> Floats:
 
     Args:
         weight: (N,), or (R, N) for R weightings: finite numbers of at least 0. No weighting may be 0 in every row.
-        rows: N.
+        rows: Number of rows N.
+
+    Returns:
+        The weights, in the same shape.
 
     Raises:
-        ValueError: The shape is different, or a number is out of range.
+        ValueError: The weights have a different shape, are not such numbers, or are all 0 in one weighting.
 
     >>> check_weight([2, 0], rows=2).tolist()
     [2.0, 0.0]
     """
     w = np.asarray(weight)
-    if w.ndim not in (1, 2) or w.shape[-1] != rows or w.size == 0:
+    has_valid_shape = w.ndim in (1, 2) and w.shape[-1] == rows and w.size > 0
+    if not has_valid_shape:
         raise ValueError(f"weight has shape {w.shape}, expected ({rows},) or (R, {rows})")
-    if w.dtype.kind not in "bfiu":
+    if w.dtype.kind not in "bfiu":  # booleans, floats, signed and unsigned integers
         raise ValueError(f"weight has dtype {w.dtype}, expected numbers")
     w = w.astype(np.float64, copy=False)
     total = total_weight(w)
-    # If a weight is nan, so are the minimum and its total, and both checks fail.
+    # If a weight is nan, so are the minimum and the total of its weighting, and the check fails.
     is_valid = w.min() >= 0.0 and np.isfinite(total).all()
     if not is_valid:
         raise ValueError("weight must be finite numbers of at least 0")
@@ -129,16 +139,20 @@ def _as_column(
     kinds: str,
     expected: str,
 ) -> NDArray[np.generic]:
-    """Return the values as a one-dimensional array.
+    """Check that a column has one dimension, at least one value and an allowed dtype, and return it as an array.
 
     Args:
         values: The column.
         name: Name of the column, for error messages.
-        kinds: The allowed kinds of NumPy dtypes, one letter each.
-        expected: The allowed values, for error messages.
+        kinds: The allowed values of `dtype.kind`, one letter each: b for booleans, f for floats, i and u for signed
+            and unsigned integers.
+        expected: Description of the allowed values, for error messages.
+
+    Returns:
+        The column, (N,), with the dtype that it has in NumPy.
 
     Raises:
-        ValueError: The column is empty, or has a different shape or kind.
+        ValueError: One of the checks fails.
     """
     column = np.asarray(values)
     if column.ndim != 1:
@@ -162,7 +176,10 @@ def mean_score(score: Floats | Bools, weight: ArrayLike | None) -> Score:
 
     Args:
         score: (N,).
-        weight: (N,), (R, N), or None if every row counts once.
+        weight: (N,), how often each row counts, or (R, N) for R such weightings. None counts each row once.
+
+    Returns:
+        The mean; an array of R means for R weightings.
 
     >>> mean_score(np.array([1.0, 4.0]), weight=[2, 1])
     2.0
@@ -191,11 +208,11 @@ def bin_edges(
     """Return the edges of the bins, from 0 to 1.
 
     Args:
-        confidence: (N,), checked.
+        confidence: (N,), from `check_columns`. Only `mass` reads it.
         bins: Number of bins M.
         strategy: `width` gives M + 1 edges `k / M`. `mass` gives the k/M quantiles of the confidences. Equal quantiles
             are merged, so equal confidences are never split, and there may be fewer than M bins.
-        weight: (N,), checked. Only `mass` depends on it.
+        weight: (N,), from `check_weight`; None counts each row once. Only `mass` reads it.
 
     Returns:
         At most M + 1 numbers in increasing order. With `mass`, the first two may both be 0; the first bin then contains
@@ -207,7 +224,7 @@ def bin_edges(
     >>> bin_edges(np.array([0.1, 0.2, 0.6]), 2).tolist()
     [0.0, 0.5, 1.0]
     """
-    is_whole = isinstance(bins, int | np.integer) and not isinstance(bins, bool)
+    is_whole = isinstance(bins, int | np.integer) and not isinstance(bins, bool)  # in Python, a bool is an int
     if not is_whole or bins < 1:
         raise ValueError(f"bins is {bins!r}, expected a whole number of at least 1")
     if strategy == "width":
@@ -224,28 +241,37 @@ def _inner_quantiles(
     bins: int,
     weight: Floats | None,
 ) -> Floats:
-    """Return the M - 1 inner quantiles: the k-th is the smallest value that k / M of the rows do not exceed."""
+    """Return the M - 1 inner quantiles of M bins, some of which may be equal.
+
+    The k-th quantile is the smallest confidence such that at least k / M of the rows are at or below it.
+    """
     if bins == 1:
         return confidence[:0]
     k = np.arange(1, bins)
     if weight is None:
-        # The k-th quantile is the ceil(kN/M)-th smallest value, computed in integers to avoid rounding.
+        # The k-th quantile is the ceil(k N / M)-th smallest confidence. Integers avoid rounding: -(-a // b) is
+        # ceil(a / b).
         rank_from_one = -(-k * len(confidence) // bins)
         rank = rank_from_one - 1
-        return np.asarray(np.partition(confidence, np.unique(rank))[rank])
+        partitioned = np.partition(confidence, np.unique(rank))  # sorted only as far as needed for these ranks
+        return np.asarray(partitioned[rank])
     order = np.argsort(confidence, kind="stable")
     weight_up_to = np.cumsum(weight[order])
-    # Both sides are multiplied by M, so that whole weights stay whole.
-    rank = np.searchsorted(bins * weight_up_to, k * weight_up_to[-1], side="left")
+    total = weight_up_to[-1]
+    # The first row with weight_up_to >= (k / M) total. Both sides are multiplied by M, which keeps whole numbers whole.
+    rank = np.searchsorted(bins * weight_up_to, k * total, side="left")
     return np.asarray(confidence[order[rank]])
 
 
 def bin_index(confidence: Floats, edges: Floats) -> Ints:
-    """Return the bin of each confidence, 0 to M - 1: the first k with `confidence <= edges[k + 1]`.
+    """Return the index of each confidence's bin, from 0 to M - 1: the first k with `confidence <= edges[k + 1]`.
 
     Args:
-        confidence: (N,), checked.
-        edges: (M + 1,), as `bin_edges` returns them. Equal-width edges use a faster method.
+        confidence: (N,), from `check_columns`.
+        edges: (M + 1,), from `bin_edges`. A faster method is used for edges of equal width.
+
+    Returns:
+        (N,) indices.
 
     >>> bin_index(np.array([0.0, 0.5, 0.6]), np.array([0.0, 0.5, 1.0])).tolist()
     [0, 0, 1]
@@ -255,8 +281,9 @@ def bin_index(confidence: Floats, edges: Floats) -> Ints:
     has_equal_width = np.array_equal(edges, equal_width_edges)
     if not has_equal_width:
         return np.searchsorted(edges[1:], confidence, side="left")
-    # trunc(c * M) is the bin of c or the bin above it. It is the bin above if c equals an edge k / M, because bins are
-    # right-closed, or if the product was rounded up. In both cases, c does not exceed the lower edge of that bin.
+    # The whole part of c * M is the index of c's bin or of the next one. It is that of the next one if c equals an edge
+    # k / M, because bins are right-closed, or if the product was rounded up. In both cases, c does not exceed the lower
+    # edge of the next bin.
     lower_edges = equal_width_edges.copy()
     lower_edges[0] = -1.0  # confidence 0 belongs to the first bin
     index = (confidence * bins).astype(np.intp)
@@ -325,12 +352,12 @@ def reliability(
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         bins: Number of bins M.
-        strategy: Bins of equal `width` or of equal `mass`, see `bin_edges`.
-        weight: (N,) or (R, N), how often each row counts; None counts each row once. Bins of equal mass accept (N,)
-            only.
+        strategy: `width` for bins of equal width, `mass` for bins with equally many rows, see `bin_edges`.
+        weight: (N,), how often each row counts, or (R, N) for R such weightings. None counts each row once. Bins of
+            equal mass accept (N,) only.
 
     Returns:
-        The count and the sums of each bin, (M,), or (R, M) for a weight of shape (R, N).
+        The count and the sums of each bin, (M,) each, or (R, M) for R weightings.
 
     Raises:
         ValueError: A column, the weight or `bins` is out of range, or bins of equal mass get a weight of shape (R, N).
@@ -341,7 +368,6 @@ def reliability(
     if weight is None:
         c, z = check_columns(confidence, correct)
         return _count_bins(c, z, bin_edges(c, bins, strategy))
-    # Rows grouped by confidence are sorted, so each bin is a slice that is summed for all weightings at once.
     groups = group_rows(confidence, correct, weight)
     if strategy == "mass" and groups.count.ndim > 1:
         raise ValueError("bins of equal mass need a weight of shape (N,), since their edges depend on it")
@@ -353,7 +379,7 @@ def _count_bins(
     correct: Bools,
     edges: Floats,
 ) -> Reliability:
-    """Count rows and sum confidence and correctness per bin, in one pass over unsorted rows."""
+    """Count rows and sum confidence and correctness per bin. The rows, (N,), may be in any order."""
     bins = len(edges) - 1
     wrong_and_right = np.zeros((bins, 2), dtype=np.intp)
     confidence_sum = np.zeros(bins)
@@ -361,7 +387,7 @@ def _count_bins(
         c = confidence[block]
         index = bin_index(c, edges)
         confidence_sum += np.bincount(index, weights=c, minlength=bins)
-        # Counting 2 * bin + correct yields the wrong and the right rows of every bin in one pass.
+        # Entry 2 * bin + correct of the counts: the wrong rows of a bin, followed by its right rows.
         index *= 2
         index += correct[block]
         wrong_and_right += np.bincount(index, minlength=2 * bins).reshape(bins, 2)
@@ -370,15 +396,20 @@ def _count_bins(
 
 
 def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
-    """Sum the weights of the groups in each bin. Groups are sorted by confidence, so each bin is a slice of them."""
+    """Sum the weights of the groups in each bin, for all weightings at once.
+
+    Groups are in increasing order of confidence, so a bin consists of those from its start to its end.
+    """
     inner_starts = np.searchsorted(groups.value, edges[1:-1], side="right")
     starts = np.concatenate(([0], inner_starts))
     ends = np.append(inner_starts, len(groups.value))
     has_groups = starts < ends
 
     def sum_per_bin(column: Floats) -> Floats:
+        # (..., G) -> (..., M)
         sums = np.zeros((*column.shape[:-1], len(starts)))
-        # `reduceat` sums up to the next start. For an empty bin, it would return the value at the bin's start.
+        # `reduceat` sums from each start to the next. Empty bins are left out: for them, it would return the value at
+        # their start instead of 0.
         sums[..., has_groups] = np.add.reduceat(column, starts[has_groups], axis=-1)
         return sums
 
@@ -425,10 +456,10 @@ def group_rows(
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        weight: (N,) or (R, N), how often each row counts; None counts each row once.
+        weight: (N,), how often each row counts, or (R, N) for R such weightings. None counts each row once.
 
     Returns:
-        G <= N groups; `count` and `right` are (R, G) for a weight of shape (R, N).
+        G <= N groups. Their fields `count` and `right` are (R, G) for R weightings.
 
     >>> group_rows([0.5, 0.9, 0.5], [True, True, False]).right.tolist()
     [1.0, 1.0]
@@ -458,12 +489,11 @@ def _is_sorted(values: Floats) -> bool:
 
 def _group_counts(confidence: Floats, correct: Bools) -> Groups:
     """Group rows that each count once."""
-    # The bits of a float in [0, 1] sort like the float and leave the top bit free. One sort of integers that contain
-    # both columns is 3x faster than argsort.
+    # Each key contains the confidence and the correctness of a row. Sorting the keys is 3x faster than argsort.
     keys = sort_keys(confidence, correct)
     keys.sort()
-    right = (keys & np.uint64(1)).astype(np.float64)
-    keys >>= np.uint64(1)
+    right = (keys & np.uint64(1)).astype(np.float64)  # the lowest bit is the correctness
+    keys >>= np.uint64(1)  # the other bits are the confidence
     value = keys.view(np.float64)
     starts = run_starts(value)
     all_distinct = len(starts) == len(keys)
@@ -474,8 +504,12 @@ def _group_counts(confidence: Floats, correct: Bools) -> Groups:
 
 
 def sort_keys(confidence: Floats, correct: Bools) -> NDArray[np.uint64]:
-    """Return one integer per row; the integers sort by confidence, then by correctness. (N,), (N,) -> (N,)."""
-    keys = (confidence + 0.0).view(np.uint64)  # adding 0 turns -0 into 0
+    """Return one integer per row; the integers sort by confidence, then by correctness. (N,), (N,) -> (N,).
+
+    The bits of a float of at least 0, read as an integer, sort like the float. Their top bit, the sign, is 0. It is
+    dropped, and the correctness becomes the lowest bit.
+    """
+    keys = (confidence + 0.0).view(np.uint64)  # adding 0 turns -0 into 0 and makes a copy
     keys <<= np.uint64(1)
     keys |= correct
     return keys
@@ -483,7 +517,7 @@ def sort_keys(confidence: Floats, correct: Bools) -> NDArray[np.uint64]:
 
 @reuse_last_result
 def run_starts(values: NDArray[Any]) -> Ints:
-    """Return where each run of equal values begins. (N,) -> (G,).
+    """Return the index at which each run of equal values begins. (N,) -> (G,).
 
     >>> run_starts(np.array([1, 1, 2])).tolist()
     [0, 2]

@@ -96,9 +96,10 @@ class Temperature(_Stored):
 
 
 def _check_logprobs(label_logprobs: ArrayLike) -> Floats:
-    """Return (N, K) float64; raise a ValueError if a log-probability is not finite or is above 0.
+    """Check the log-probabilities of K labels in N rows, and return them as float64, (N, K).
 
-    Values up to 1e-6 are allowed: in float32, the logarithm of a probability of 1 may exceed 0 by rounding.
+    A ValueError is raised if one of them is not finite or is above 1e-6. The limit is not 0 because in float32, the
+    logarithm of a probability of 1 may exceed 0 by rounding.
     """
     logprobs = np.asarray(label_logprobs, dtype=np.float64)
     if logprobs.ndim != 2 or 0 in logprobs.shape:
@@ -128,16 +129,17 @@ def _sigmoid(score: Floats) -> Floats:
 def _solve_tau(nll_slope: Callable[[float], float]) -> float:
     """Return 1 / beta at which the slope of the NLL in beta is 0, or the end of TAU_RANGE closest to it.
 
-    The NLL is convex in beta, so its slope never decreases: it has one root, or none in the range.
+    `nll_slope` is the derivative of the NLL with respect to beta = 1 / tau. The NLL is convex in beta, so the slope
+    never decreases: it has one root, or none in the range.
     """
     from scipy.optimize import brentq
 
     smallest_tau, largest_tau = TAU_RANGE
     smallest_beta = 1.0 / largest_tau
     largest_beta = 1.0 / smallest_tau
-    if nll_slope(smallest_beta) >= 0.0:
+    if nll_slope(smallest_beta) >= 0.0:  # the NLL rises with beta in the whole range
         return largest_tau
-    if nll_slope(largest_beta) <= 0.0:
+    if nll_slope(largest_beta) <= 0.0:  # the NLL falls with beta in the whole range
         return smallest_tau
     beta = float(brentq(nll_slope, smallest_beta, largest_beta, xtol=1e-14, rtol=1e-14))
     return 1.0 / beta
@@ -253,11 +255,11 @@ class VectorScaling(_Stored):
 
     @classmethod
     def fit_labels(cls, label_logprobs: ArrayLike, gold: ArrayLike, labels: Sequence[str]) -> Self:
-        """Fit weights and biases to the gold labels, starting from the best temperature tau.
+        """Fit weights and biases to the gold labels, starting from the tau that `Temperature.fit_labels` finds.
 
-        The weights are (1 + u) / tau, the biases are b, and the fit finds u and b. The objective is the mean NLL of the
-        gold label plus RIDGE * (|u|^2 + |b|^2), which is convex. The penalty is 0 at the start, u = b = 0, so the NLL
-        of the fit is never above that of temperature scaling.
+        The weights are (1 + u) / tau and the biases are b. The fit finds the u and b, K numbers each, that minimise the
+        mean NLL of the gold label plus RIDGE * (|u|^2 + |b|^2), a convex function. The fit starts at u = b = 0, which
+        is temperature scaling and has no penalty. Its NLL is therefore never above that of temperature scaling.
 
         Args:
             label_logprobs: (N, K), the log-probability of each label.
@@ -302,13 +304,16 @@ class VectorScaling(_Stored):
         """Return the scaled probability of one label of a row, in [0, 1].
 
         Args:
-            logprobs: Label -> log-probability. Labels other than those of the fit raise a ValueError.
+            logprobs: Label -> log-probability, for all labels of the fit and no others.
             label: One of these labels.
+
+        Raises:
+            ValueError: The labels are not those of the fit, or a log-probability is out of range.
         """
         if logprobs.keys() != set(self.labels):
-            own = ", ".join(logprobs)
-            fitted = ", ".join(self.labels)
-            raise ValueError(f"its labels are {own}, vector scaling was fitted on {fitted}")
+            own_labels = ", ".join(logprobs)
+            fitted_labels = ", ".join(self.labels)
+            raise ValueError(f"its labels are {own_labels}, vector scaling was fitted on {fitted_labels}")
         row = [logprobs[name] for name in self.labels]
         scaled = self.apply_labels([row])
         return float(np.exp(scaled[0, self.labels.index(label)]))
@@ -321,6 +326,9 @@ def _vector_loss_and_gradient(parameters: Floats, score: Floats, is_gold: Floats
         parameters: (2 K,), the changes u of the weights, followed by the biases b; see `VectorScaling.fit_labels`.
         score: (N, K), the log-probabilities divided by the best temperature.
         is_gold: (N, K), 1 at the gold label of each row and 0 elsewhere.
+
+    Returns:
+        The mean NLL plus the penalty, and its derivatives with respect to the parameters, (2 K,).
     """
     from scipy.special import log_softmax
 
@@ -329,34 +337,36 @@ def _vector_loss_and_gradient(parameters: Floats, score: Floats, is_gold: Floats
     b = parameters[label_count:]
     log_probability = log_softmax((1.0 + u) * score + b, axis=1)
     nll = -float((is_gold * log_probability).sum()) / row_count
-    surplus = (np.exp(log_probability) - is_gold) / row_count
-    u_slope = (surplus * score).sum(axis=0)
-    b_slope = surplus.sum(axis=0)
+    # The derivative of the NLL with respect to each scaled score, the argument of the softmax.
+    score_slope = (np.exp(log_probability) - is_gold) / row_count
+    u_slope = (score_slope * score).sum(axis=0)
+    b_slope = score_slope.sum(axis=0)
     nll_gradient = np.concatenate([u_slope, b_slope])
     penalty = RIDGE * float(parameters @ parameters)
-    return nll + penalty, nll_gradient + 2.0 * RIDGE * parameters
+    penalty_gradient = 2.0 * RIDGE * parameters
+    return nll + penalty, nll_gradient + penalty_gradient
 
 
 def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], Floats]:
-    """Return the labels that all rows share, and their log-probabilities in one table.
+    """Put rows that all have the same labels into one table of log-probabilities.
 
     Args:
         rows: Label -> log-probability, for each row; at least one row.
 
     Returns:
-        The K labels in the first row's order, and (N, K) log-probabilities.
+        The K labels, in the order of the first row, and their log-probabilities in this order, (N, K).
 
     Raises:
-        ValueError: A row has different labels from the first row; the order of the labels does not matter.
+        ValueError: A row does not have the labels of the first row. Their order may differ.
 
     >>> label_table([{"A": -1.0, "B": -2.0}, {"B": -3.0, "A": -4.0}])[1].tolist()
     [[-1.0, -2.0], [-4.0, -3.0]]
     """
     labels = tuple(rows[0])
     table = []
-    for number, row in enumerate(rows, 1):
+    for row_number, row in enumerate(rows, 1):
         if row.keys() != set(labels):
-            difference = f"row 1 has {', '.join(labels)}, row {number} has {', '.join(row)}"
+            difference = f"row 1 has {', '.join(labels)}, row {row_number} has {', '.join(row)}"
             reason = "vector scaling has a weight for each label, so all rows need the same labels"
             raise ValueError(f"{reason}: {difference}")
         table.append([row[label] for label in labels])
@@ -364,30 +374,32 @@ def label_table(rows: Sequence[Mapping[str, float]]) -> tuple[tuple[str, ...], F
 
 
 def pad_label_logprobs(rows: Sequence[Mapping[str, float]], golds: Sequence[str]) -> tuple[Floats, Ints]:
-    """Put rows with different labels into one table, for `Temperature.fit_labels`.
+    """Put rows with different labels into one table of log-probabilities, for `Temperature.fit_labels`.
 
-    A column may belong to different labels in different rows, because that fit only needs the index of the gold label.
+    Each row keeps its own order of labels, so a column may contain different labels. The fit only needs to know the
+    index of the gold label in each row.
 
     Args:
         rows: Label -> log-probability, for each row.
         golds: The gold label of each row, one of its labels.
 
     Returns:
-        (N, K) log-probabilities, where K is the length of the longest row, and (N,) indices of the gold labels. Shorter
-        rows are padded with NO_LABEL, which has probability 0.
+        The log-probabilities, (N, K), where K is the largest number of labels in a row, and the indices of the gold
+        labels, (N,). Rows with fewer labels are padded with NO_LABEL, whose probability is 0.
 
     >>> table, gold_index = pad_label_logprobs([{"A": -1.0, "B": -2.0}, {"C": -3.0}], ["B", "C"])
     >>> table.tolist(), gold_index.tolist()
     ([[-1.0, -2.0], [-3.0, -1000000.0]], [1, 0])
     """
-    longest = max(len(row) for row in rows)
-    table = np.full((len(rows), longest), NO_LABEL)
-    gold_index = []
-    for number, (row, gold) in enumerate(zip(rows, golds, strict=True)):
+    most_labels = max(len(row) for row in rows)
+    table = np.full((len(rows), most_labels), NO_LABEL)
+    gold_index = np.empty(len(rows), dtype=np.intp)
+    for row_index, (row, gold) in enumerate(zip(rows, golds, strict=True)):
         labels = list(row)
-        table[number, : len(labels)] = list(row.values())
-        gold_index.append(labels.index(gold))
-    return table, np.array(gold_index, dtype=np.intp)
+        logprobs = list(row.values())
+        table[row_index, : len(labels)] = logprobs
+        gold_index[row_index] = labels.index(gold)
+    return table, gold_index
 
 
 ConfidenceCalibrator = Temperature | Platt | Isotonic | HistogramBinning  # maps one confidence to another

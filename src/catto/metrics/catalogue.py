@@ -27,11 +27,12 @@ class Metric:
         function: A function of `confidence` and `correct`, (N,) each. If it has a keyword `weight`, its bootstrap is
             fast. If it has a keyword `bins`, it receives the number of bins that the user chose.
         title: Name in tables.
-        definition: One sentence.
-        better: The better direction; None if neither is better.
+        definition: What the metric measures, in one sentence.
+        better: Whether a higher or a lower value is better; None if neither is.
         percent: Whether the value is shown times 100.
-        calibration: Whether a null band is printed next to the value.
-        least: Smallest difference of interest, on the metric's own scale: 0.005 is 0.5 points of a metric in per cent.
+        calibration: Whether the metric is a calibration error, next to which a null band is printed.
+        least: Smallest difference that is marked, on the metric's own scale. If values are shown times 100, 0.005 is
+            half a point.
     """
 
     function: MetricFunction
@@ -104,7 +105,7 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
     """Return the metrics of a comma-separated list.
 
     Args:
-        names: None means the headline metrics, `all` all of them.
+        names: Names of METRICS, separated by commas. `all` means every metric, and None means those of HEADLINE.
 
     Returns:
         The names in the order of the list, each once.
@@ -132,11 +133,12 @@ def parse_metrics(names: str | None) -> tuple[str, ...]:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values for the number of comparisons (Holm, 1979).
 
-    The i-th smallest of m becomes `max over j <= i of (m - j + 1) p_j`, at most 1. If each corrected p-value below
-    alpha is reported as a difference, the probability that any of these differences is false is at most alpha.
+    With p_j the j-th smallest of m p-values, p_i becomes `max over j <= i of (m - j + 1) p_j`, at most 1. If each
+    corrected p-value below alpha is reported as a difference, the probability that any of these differences is false is
+    at most alpha.
 
     Args:
-        p_values: The p-values. An undefined one (nan) stays nan and does not count.
+        p_values: The p-values. An undefined one (nan) stays nan and is not counted in m.
 
     Returns:
         The corrected p-values, in the same order.
@@ -145,12 +147,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
     [0.03, 0.06, 0.06]
     """
     p = np.asarray(p_values, dtype=np.float64)
-    defined = int(np.sum(~np.isnan(p)))
-    rising = np.argsort(p, kind="stable")[:defined]  # nan sorts last
-    factors = np.arange(defined, 0, -1)
-    running_maximum = np.maximum.accumulate(factors * p[rising])
+    m = int(np.sum(~np.isnan(p)))
+    order = np.argsort(p, kind="stable")
+    increasing = order[:m]  # indices of the defined p-values; nan is last in the order
+    factors = np.arange(m, 0, -1)
+    running_maximum = np.maximum.accumulate(factors * p[increasing])
     corrected = np.full(len(p), np.nan)
-    corrected[rising] = np.minimum(running_maximum, 1.0)
+    corrected[increasing] = np.minimum(running_maximum, 1.0)
     return [float(value) for value in corrected]
 
 
@@ -161,15 +164,18 @@ class Versus(Comparison):
     p_corrected: float = nan
 
     def mark(self, metric: str) -> Literal["", "*", "†"]:
-        """Return `*` if a is better than b, a dagger if it is worse, and nothing if no difference is shown.
+        """Return `*` if a is better than b, `†` if it is worse, and an empty string if the difference is not marked.
 
-        A difference is shown if the corrected p-value is below ALPHA, the interval lies on the same side of 0 as the
+        A difference is marked if the corrected p-value is below ALPHA, the interval is on the same side of 0 as the
         difference, and the difference is at least `Metric.least`. The p-value is not enough: for two nearly equal
         models, the swap test detects even a shift of every confidence by 0.001. Such a shift may have no effect on
-        other questions or in practice.
+        other questions or in practice. A metric without a better direction is never marked.
 
         Args:
             metric: A name of METRICS, or `true_error`, a metric of the report.
+
+        Returns:
+            The mark.
 
         >>> Versus(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002, p_corrected=0.004).mark("ece")
         '*'
@@ -184,26 +190,26 @@ class Versus(Comparison):
         # Comparisons with nan are False: an undefined p-value or a removed interval gives no mark.
         excludes_zero = self.low > 0 if is_higher else self.high < 0
         is_large = abs(self.difference) >= least
-        is_shown = excludes_zero and is_large and self.p_corrected < ALPHA
-        if better is None or not is_shown:
+        is_marked = excludes_zero and is_large and self.p_corrected < ALPHA
+        if better is None or not is_marked:
             return ""
         is_better = is_higher == (better == "higher")
         return "*" if is_better else "†"
 
 
 def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) -> dict[str, Versus]:
-    """Correct the p-values of several metrics by Holm's method.
+    """Correct the p-values of several metrics by Holm's method, see `holm`.
 
-    Only metrics with a better direction are judged: the others get no corrected p-value and do not count as
-    comparisons.
+    Only metrics of which higher or lower values are better are judged. The others, such as the mean confidence, do not
+    count in the correction, and their corrected p-value is nan.
 
     Args:
-        comparisons: Name of a metric -> comparison.
-        judge: Whether to judge any metric. Use False if too many responses had no answer of their own: differences then
-            do not describe the models.
+        comparisons: Name of a metric in METRICS -> comparison.
+        judge: Whether to judge any metric. Use False if too many responses had no readable answer, so that the most
+            probable label was taken: differences then do not describe the models, and every corrected p-value is nan.
 
     Returns:
-        Name -> comparison with its corrected p-value, nan if it is not judged.
+        Name -> comparison with its corrected p-value.
 
     >>> comparison = Comparison(0.05, 0.08, -0.03, -0.05, -0.01, 0.95, 0.002)
     >>> correct_p_values({"ece": comparison, "brier": comparison})["ece"].p_corrected
@@ -213,7 +219,8 @@ def correct_p_values(comparisons: Mapping[str, Comparison], judge: bool = True) 
     for name in comparisons:
         if judge and METRICS[name].better is not None:
             judged.append(name)
-    corrected = dict(zip(judged, holm([comparisons[name].p_value for name in judged]), strict=True))
+    p_values = [comparisons[name].p_value for name in judged]
+    corrected = dict(zip(judged, holm(p_values), strict=True))
     versus = {}
     for name, comparison in comparisons.items():
         versus[name] = Versus(**vars(comparison), p_corrected=corrected.get(name, nan))

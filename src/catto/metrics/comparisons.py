@@ -49,13 +49,21 @@ def compare(
     b: Answers,
     **options: Unpack[BootstrapOptions],
 ) -> Comparison:
-    """Compare two methods on the same questions, aligned by id; see `compare_table`.
+    """Compare two methods on the same questions by one metric, with one run each; see `compare_table`.
 
     Args:
         metric: A function of confidence and correct.
-        a: Answers of the first method, one per question.
+        a: Answers of the first method, one per question. Question ids are required.
         b: Answers of the second method to the same questions, in any order.
         options: See `BootstrapOptions`.
+
+    Returns:
+        The metric of a minus that of b, with its interval and p-value.
+
+    Raises:
+        ValueError: An option or a column is out of range.
+        DataError: There are no question ids, the two methods answer different questions, or a method answers a
+            question twice.
 
     >>> from catto.metrics.errors import accuracy
     >>> a, b = Answers("xyz", [0.9, 0.8, 0.7], [1, 1, 1]), Answers("zyx", [0.9, 0.8, 0.7], [1, 0, 0])
@@ -77,29 +85,31 @@ def compare_table(
 
     A difference is the metric of a, averaged over its runs, minus that of b.
 
-    The interval is a percentile bootstrap over questions, with the same draws for both methods. The p-value is that of
-    a swap test, in which the two answers to each question change places with probability 1/2. It is
-    `(1 + swaps at least as far from 0) / (1 + swaps)`. A swap on which the metric is undefined counts as far from 0. If
-    the difference itself is undefined, so is the p-value. A metric that reads only the order (AUROC) is swapped on
-    ranks within each method, because the scales of the methods may differ.
+    The interval is a percentile bootstrap over questions, with the same draws for both methods.
+
+    The p-value is that of a swap test. One swap exchanges the two answers to each question with probability 1/2, and
+    computes the difference again. The p-value is `(1 + number of extreme swaps) / (1 + number of swaps)`. A swap is
+    extreme if its difference is at least as far from 0 as the observed one, or undefined. If the observed difference is
+    undefined, the p-value is nan. A metric that depends only on the order of the confidences (AUROC) is swapped on
+    their ranks within each method, because the scales of the methods may differ.
 
     There are as many swaps as resamples. If these give a p-value below ALPHA and `swaps` is larger, the test continues
-    up to `swaps`, because a correction for many comparisons needs small p-values. A test that stops early can only miss
-    a difference.
+    up to `swaps`, because a correction for many comparisons needs small p-values. It stops as soon as the p-value is no
+    longer below ALPHA, which can only hide a difference.
 
     Args:
         metrics: Name -> metric.
-        a: Runs of the first method, with one answer per question each.
+        a: Runs of the first method, with one answer per question each. Question ids are required.
         b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
-        swaps: Maximum number of swaps, see above.
+        swaps: The swap test draws at most this many swaps, or as many as there are resamples if that is more.
         options: See `BootstrapOptions`.
 
     Returns:
         Name -> comparison.
 
     Raises:
-        ValueError: An option or a column is out of range, or the numbers of runs differ.
-        DataError: Two runs do not answer the same questions, or one answers a question twice.
+        ValueError: An option or a column is out of range, the numbers of runs differ, or there are no runs.
+        DataError: A run has no question ids, two runs answer different questions, or a run answers a question twice.
 
     >>> from catto.metrics.errors import accuracy
     >>> a, b = Answers("xy", [0.9, 0.8], [1, 1]), Answers("xy", [0.9, 0.8], [1, 0])
@@ -122,20 +132,20 @@ def compare_mean_scores(
 ) -> Comparison:
     """Compare the mean scores of two methods on the same questions, such as their mean losses.
 
-    Pairing, interval and p-value are those of `compare_table`.
+    The interval and the p-value are computed as in `compare_table`.
 
     Args:
-        a: Runs of the first method, with one answer per question each.
+        a: Runs of the first method, with one answer per question each. Question ids are required.
         b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
-        swaps: Maximum number of swaps, see `compare_table`.
+        swaps: The swap test draws at most this many swaps, or as many as there are resamples if that is more.
         options: See `BootstrapOptions`.
 
     Returns:
-        The comparison of the means.
+        The mean score of a minus that of b, each averaged over runs, with its interval and p-value.
 
     Raises:
-        ValueError: As in `compare_table`, or a score is out of range.
-        DataError: As in `compare_table`.
+        ValueError: An option, a column or a score is out of range, the numbers of runs differ, or there are no runs.
+        DataError: A run has no question ids, two runs answer different questions, or a run answers a question twice.
 
     >>> answers = Answers("xy", [0.9, 0.8], [1, 1])
     >>> a, b = ScoredAnswers(answers, [0.75, 0.5]), ScoredAnswers(answers, [0.25, 0.5])
@@ -166,22 +176,34 @@ def _compare_pairs(
     swaps: int,
     options: ResamplingOptions,
 ) -> dict[str, Comparison]:
-    """Return the comparison of each metric. `questions` are the ids of the rows of each pair."""
+    """Compare two methods by the mean of each metric over their runs.
+
+    Args:
+        metrics: Name -> metric.
+        pairs: One run of each method per pair, aligned by question.
+        questions: For each pair, the question ids of its rows; None if they are not known.
+        swaps: The swap test draws at most this many swaps, or as many as there are resamples if that is more.
+        options: Options of the bootstrap.
+
+    Returns:
+        Name -> comparison.
+    """
     numbering = number_questions(questions, [pair.value_a for pair in pairs])
+    question_count = numbering.question_count
     paired = _PairedRuns(list(metrics.values()), pairs, numbering)
 
-    with share_results():
+    with share_results():  # several metrics need the same sums over bins
         batches = []
-        for weights in draw_question_counts(numbering.questions, options.resamples, options.seed, options.tick):
-            no_swaps = np.zeros_like(weights)
-            batches.append(paired.evaluate_differences(weights, no_swaps))
-        draws = np.hstack(batches)
-        p_values = _test_by_swaps(paired, numbering.questions, swaps, options)
+        for counts in draw_question_counts(question_count, options.resamples, options.seed, options.tick):
+            nothing_swapped = np.zeros_like(counts)
+            batches.append(paired.evaluate_differences(kept=counts, swapped=nothing_swapped))
+        draws = np.hstack(batches)  # (metrics, resamples)
+        p_values = _test_by_swaps(paired, question_count, swaps, options)
 
     comparisons = {}
-    for place, name in enumerate(metrics):
-        value_a, value_b = paired.values[place].tolist()
-        band = summarise_draws(draws[place], options.level)
+    for index, name in enumerate(metrics):
+        value_a, value_b = paired.values[index].tolist()
+        band = summarise_draws(draws[index], options.level)
         comparisons[name] = Comparison(
             a=value_a,
             b=value_b,
@@ -189,14 +211,14 @@ def _compare_pairs(
             low=band.low,
             high=band.high,
             level=options.level,
-            p_value=float(p_values[place]),
+            p_value=float(p_values[index]),
             undefined=band.undefined,
         )
     return comparisons
 
 
 class _Pair(NamedTuple):
-    """One run of two methods; each row is the same question in both. (N,) each.
+    """One run of each method, a and b; row i is the same question in both. (N,) each.
 
     The values are the input of the metrics: confidences, their ranks within the method, or scores.
     """
@@ -208,10 +230,10 @@ class _Pair(NamedTuple):
 
 
 class _MetricGroup(NamedTuple):
-    """Metrics that are evaluated on the same runs.
+    """Metrics that are evaluated on the same values: on confidences and scores, or on ranks.
 
     Attributes:
-        indices: The position of each metric among all metrics.
+        indices: The index of each metric among all metrics.
         functions: The metrics.
         runs: The runs of both methods; see `_join_pairs`.
     """
@@ -222,7 +244,12 @@ class _MetricGroup(NamedTuple):
 
 
 class _PairedRuns:
-    """The metrics of two methods, under weights that say how often each of their answers to a question counts.
+    """Evaluate metrics of two methods, a and b, whose answers can be weighted and exchanged question by question.
+
+    Args:
+        functions: The metrics.
+        pairs: The runs of both methods.
+        numbering: The numbers of their questions.
 
     Attributes:
         values: (metrics, 2), the mean over runs of each metric of a and of b.
@@ -236,37 +263,46 @@ class _PairedRuns:
     ) -> None:
         ranked_pairs = [_rank_values(pair) for pair in pairs]
         self.values = _measure_both(functions, pairs)
-        values_of_ranks = _measure_both(functions, ranked_pairs)
-        is_equal = np.isclose(self.values, values_of_ranks, rtol=0.0, atol=ROUNDING, equal_nan=True)
-        reads_order_only = is_equal.all(axis=1)
+        # A metric depends only on the order of the confidences if ranks give the same value. Squared ranks are compared
+        # too, because a mean confidence of 0.5 happens to be the mean of the ranks.
+        depends_on_order_only = np.full(len(functions), True)
+        for rescaled_pairs in (ranked_pairs, [_square_values(pair) for pair in ranked_pairs]):
+            values = _measure_both(functions, rescaled_pairs)
+            is_equal = np.isclose(self.values, values, rtol=0.0, atol=ROUNDING, equal_nan=True)
+            depends_on_order_only &= is_equal.all(axis=1)
         self._groups: list[_MetricGroup] = []
-        for is_in_group, pairs_of_group in ((~reads_order_only, pairs), (reads_order_only, ranked_pairs)):
+        for is_in_group, pairs_of_group in ((~depends_on_order_only, pairs), (depends_on_order_only, ranked_pairs)):
             indices = np.flatnonzero(is_in_group)
-            if len(indices):
+            if len(indices) > 0:
                 functions_of_group = [functions[int(index)] for index in indices]
-                self._groups.append(_MetricGroup(indices, functions_of_group, _join_pairs(pairs_of_group, numbering)))
+                joined_runs = _join_pairs(pairs_of_group, numbering)
+                self._groups.append(_MetricGroup(indices, functions_of_group, joined_runs))
 
     def evaluate_differences(self, kept: Weights, swapped: Weights) -> Floats:
-        """Return each metric of the first method minus that of the second, (metrics, R).
+        """Return each metric of a minus that of b, where some answers of a and b are swapped. (metrics, R).
 
         Args:
-            kept: (R, Q), how often each question counts with the answer of a for the first method and that of b for the
-                second.
-            swapped: (R, Q), how often it counts with the two answers swapped.
+            kept: (R, Q), how often each question counts with its answers as they are.
+            swapped: (R, Q), how often each question counts with its answers swapped: the metric of a gets the answer
+                of b, and the metric of b that of a.
         """
-        # The questions of a are numbered before those of b, see `_join_pairs`.
-        weights_of_first = np.hstack([kept, swapped])
-        weights_of_second = np.hstack([swapped, kept])
+        # The question numbers of a's rows come before those of b's rows, see `_join_pairs`.
+        weights_for_a = np.hstack([kept, swapped])
+        weights_for_b = np.hstack([swapped, kept])
         differences = np.empty((len(self.values), len(kept)))
         for group in self._groups:
-            values_of_first = evaluate_runs(group.functions, group.runs, weights_of_first)
-            values_of_second = evaluate_runs(group.functions, group.runs, weights_of_second)
-            differences[group.indices] = values_of_first - values_of_second
+            values_a = evaluate_runs(group.functions, group.runs, weights_for_a)
+            values_b = evaluate_runs(group.functions, group.runs, weights_for_b)
+            differences[group.indices] = values_a - values_b
         return differences
 
 
 def _rank_values(pair: _Pair) -> _Pair:
     return pair._replace(value_a=rank_shares(pair.value_a), value_b=rank_shares(pair.value_b))
+
+
+def _square_values(pair: _Pair) -> _Pair:
+    return pair._replace(value_a=pair.value_a**2, value_b=pair.value_b**2)
 
 
 def _measure_both(functions: Sequence[MetricFunction], pairs: Sequence[_Pair]) -> Floats:
@@ -279,12 +315,18 @@ def _measure_both(functions: Sequence[MetricFunction], pairs: Sequence[_Pair]) -
 
 
 def _join_pairs(pairs: Sequence[_Pair], numbering: Numbering) -> list[WeightedRun]:
-    """Append the rows of b to those of a, with question numbers that continue those of a."""
+    """Join the two runs of each pair into one: the rows of a, followed by the rows of b.
+
+    With Q questions, the rows of a keep the question numbers 0 to Q - 1, and those of b get Q to 2 Q - 1. A weight of
+    the 2 Q numbers can thus count the two answers to a question differently.
+    """
     runs = []
-    for pair, question in zip(pairs, numbering.of_rows, strict=True):
+    for pair, question_a in zip(pairs, numbering.question_of_row, strict=True):
+        question_b = question_a + numbering.question_count
         value = np.append(pair.value_a, pair.value_b)
         correct = np.append(pair.correct_a, pair.correct_b)
-        runs.append(WeightedRun(value, correct, np.append(question, question + numbering.questions)))
+        question = np.append(question_a, question_b)
+        runs.append(WeightedRun(value, correct, question))
     return runs
 
 
@@ -294,12 +336,12 @@ def _test_by_swaps(
     swaps: int,
     options: ResamplingOptions,
 ) -> Floats:
-    """Return the p-value of each metric by the swap test of `compare_table`.
+    """Return the p-value of each metric by the swap test that `compare_table` describes.
 
     Args:
         paired: The metrics of both methods.
         questions: Number of questions.
-        swaps: Maximum number of swaps, if larger than the number of resamples.
+        swaps: The swap test draws at most this many swaps, or as many as there are resamples if that is more.
         options: Number of resamples, seed and tick.
 
     Returns:
@@ -308,7 +350,7 @@ def _test_by_swaps(
     observed = np.abs(paired.values[:, 0] - paired.values[:, 1])
     is_running = ~np.isnan(observed)
     p_values: Floats = np.full(len(observed), np.nan)
-    far_swaps = np.zeros(len(observed))
+    extreme_swaps = np.zeros(len(observed))
     swaps_done = 0
     rng = default_rng(options.seed)
     first_swaps = cut_into_batches(options.resamples, questions, options.tick)
@@ -319,19 +361,19 @@ def _test_by_swaps(
             is_running &= p_values < ALPHA
         if not is_running.any():
             break
-        stays = rng.random((size, questions)) >= 0.5
-        differences = paired.evaluate_differences(stays, ~stays)
-        # A difference that equals the observed one, except for rounding, counts as far. So does an undefined one,
-        # because comparisons with nan are False.
-        is_close = np.abs(differences) < observed[:, None] - ROUNDING
-        far_swaps += np.sum(~is_close, axis=1)
+        is_kept = rng.random((size, questions)) >= 0.5
+        differences = paired.evaluate_differences(kept=is_kept, swapped=~is_kept)
+        # A swap is also extreme if its difference equals the observed one up to rounding, or is undefined: comparisons
+        # with nan are False.
+        is_closer_to_0 = np.abs(differences) < observed[:, None] - ROUNDING
+        extreme_swaps += np.sum(~is_closer_to_0, axis=1)
         swaps_done += size
-        p_values = np.where(is_running, (1.0 + far_swaps) / (1.0 + swaps_done), p_values)
+        p_values = np.where(is_running, (1.0 + extreme_swaps) / (1.0 + swaps_done), p_values)
     return p_values
 
 
 def _align_answers(a: Answers, b: Answers) -> _Pair:
-    """Pair the confidences, with the rows of b in the order of a's questions. Raises what `_find_rows_of_b` raises."""
+    """Pair the confidences, with the rows of b in the order of a's questions; DataError if they cannot be paired."""
     order = _find_rows_of_b(a, b)
     confidence_a, correct_a = check_columns(a.confidence, a.correct)
     confidence_b, correct_b = check_columns(b.confidence, b.correct)
@@ -339,7 +381,7 @@ def _align_answers(a: Answers, b: Answers) -> _Pair:
 
 
 def _align_scores(a: ScoredAnswers, b: ScoredAnswers) -> _Pair:
-    """Pair the scores, with the rows of b in the order of a's questions. Raises what `_find_rows_of_b` raises."""
+    """Pair the scores, with the rows of b in the order of a's questions; DataError if they cannot be paired."""
     order = _find_rows_of_b(a.answers, b.answers)
     scores_a, correct_a = _check_scores(a)
     scores_b, correct_b = _check_scores(b)
@@ -362,7 +404,8 @@ def _find_rows_of_b(a: Answers, b: Answers) -> Ints:
     """Return the row of b for each of a's questions, in the order of a's rows.
 
     Raises:
-        DataError: The two methods do not answer the same questions, or one answers a question twice.
+        DataError: A method has no question ids or answers a question twice, or the two methods answer different
+            questions.
     """
     name_a = a.source or "a"
     name_b = b.source or "b"
@@ -374,7 +417,11 @@ def _find_rows_of_b(a: Answers, b: Answers) -> Ints:
 
 
 def _index_questions(answers: Answers, name: str | Path) -> dict[object, int]:
-    """Return the row of each question, in the order of the rows; DataError if a question has several rows."""
+    """Return the row of each question, in the order of the rows.
+
+    Raises:
+        DataError: There are no question ids, a question has several rows, or there is not one id per confidence.
+    """
     if answers.question is None:
         raise DataError(name, None, "no column 'question' or 'id' that names the question to pair the answers by")
     row_of = {question: row for row, question in enumerate(answers.question)}
@@ -392,7 +439,7 @@ def _require_questions(
     present: Mapping[object, int],
     present_name: str | Path,
 ) -> None:
-    """Raise DataError if a wanted question, which is in the data `name`, is missing from those present."""
+    """Raise DataError if a question of the data `name` is missing from the data `present_name`."""
     missing = [question for question in wanted if question not in present]
     if missing:
         raise DataError(present_name, None, f"{len(missing)} questions of {name} are missing, first {missing[0]!r}")

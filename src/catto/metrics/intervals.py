@@ -13,7 +13,7 @@ from catto.metrics.binning import Floats
 WithInterval = TypeVar("WithInterval", "Interval", "Comparison")
 
 OUTSIDE = "the value lies outside its own bootstrap interval"
-# The mean of the same numbers, summed in a different order, differs by less.
+# Metrics of the same rows differ by less than this if the rows are summed in a different order.
 ROUNDING = 1e-12
 
 
@@ -27,7 +27,7 @@ class Interval:
         high: Upper end, nan if there is no interval.
         level: Nominal coverage, such as 0.95.
         undefined: Number of resamples on which the metric is undefined; they are left out.
-        reason: Why `drop_invalid_interval` removed the interval.
+        reason: Why `drop_invalid_interval` removed the interval; None if it did not.
     """
 
     value: float
@@ -70,7 +70,7 @@ class Comparison:
         level: Nominal coverage of the interval.
         p_value: p-value of the two-sided swap test.
         undefined: Number of resamples on which the difference is undefined; they are left out.
-        reason: Why `drop_invalid_interval` removed the interval.
+        reason: Why `drop_invalid_interval` removed the interval; None if it did not.
     """
 
     a: float
@@ -85,7 +85,14 @@ class Comparison:
 
 
 def drop_invalid_interval(result: WithInterval) -> WithInterval:
-    """Drop the interval if it does not contain the estimate, and record why.
+    """Drop the interval if it does not contain the estimate, and record the reason.
+
+    Args:
+        result: An interval or a comparison.
+
+    Returns:
+        A copy with `low` and `high` set to nan and a `reason`, or the result itself if its interval contains the
+        estimate or is already nan.
 
     >>> drop_invalid_interval(Interval(0.0, 0.018, 0.064, 0.95)).reason
     'the value lies outside its own bootstrap interval'
@@ -108,15 +115,18 @@ def summarise_draws(
     level: float,
     tails: Floats | None = None,
 ) -> NullBand:
-    """Return the mean and the band of the draws that are defined.
+    """Return the mean and the band of the values that a metric has on resamples or simulations.
 
     Args:
-        draws: (R,), nan where a draw is undefined.
+        draws: (R,) values. Undefined ones (nan) are left out and counted.
         level: Level of the band.
-        tails: (2,), the quantiles that bound the band; None means those of the central band.
+        tails: (2,), the probabilities of the quantiles that bound the band; None means those of the central band.
+
+    Returns:
+        The mean and the band; nan if no draw is defined.
     """
     defined = draws[~np.isnan(draws)]
-    if not len(defined):
+    if len(defined) == 0:
         return NullBand(nan, nan, nan, level, undefined=len(draws))
     if tails is None:
         tails = central_tails(level)

@@ -25,17 +25,18 @@ Part = Literal["whole", "reasoning"]
 
 
 def reward_margins(policy: Sequence[PairLogprobs], start: Sequence[PairLogprobs]) -> list[PairMargin]:
-    """Return by how much the implicit reward of the chosen response exceeds that of the rejected one, pair by pair.
+    """Return the implicit reward of the chosen response minus that of the rejected response, for each pair.
 
-    The implicit reward is the log-probability under the policy minus that under the start model.
+    The implicit reward of a response is its log-probability under the trained model (the policy) minus that under the
+    start model.
 
     Args:
         policy: The log-probabilities of N pairs under the trained model.
-        start: Those of the same pairs, in the same order, under the model that training started from.
+        start: The log-probabilities of the same pairs, in the same order, under the model that training started from.
 
     Returns:
-        The margins of N pairs, over the whole responses and over their reasoning; positive if the policy prefers the
-        chosen response.
+        The margins of N pairs, over the whole responses and over their reasoning. They are positive if the policy
+        prefers the chosen response. The margin over the reasoning is None if both responses have the same reasoning.
 
     Raises:
         DataError: The two sequences are not about the same pairs.
@@ -51,25 +52,30 @@ def reward_margins(policy: Sequence[PairLogprobs], start: Sequence[PairLogprobs]
 
 
 def _reasoning_margin(after: PairLogprobs, before: PairLogprobs) -> float | None:
-    """Return the margin over the reasoning; None if both responses have the same reasoning."""
-    parts = (after.chosen_reasoning, before.chosen_reasoning, after.rejected_reasoning, before.rejected_reasoning)
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    """Return the margin over the reasoning; None if both responses have the same reasoning.
+
+    In that case, the log-probabilities of the reasoning are None.
+    """
+    if after.chosen_reasoning is None or before.chosen_reasoning is None:
         return None
-    chosen, chosen_before, rejected, rejected_before = known
-    return (chosen - chosen_before) - (rejected - rejected_before)
+    if after.rejected_reasoning is None or before.rejected_reasoning is None:
+        return None
+    chosen_reward = after.chosen_reasoning - before.chosen_reasoning
+    rejected_reward = after.rejected_reasoning - before.rejected_reasoning
+    return chosen_reward - rejected_reward
 
 
 def margins_of(pairs: Sequence[PairMargin], part: Part) -> list[float]:
     """Return the margins over whole responses or over their reasoning.
 
-    A pair whose responses have the same reasoning is a tie in reasoning. If all pairs are, the list is empty.
+    If the two responses of a pair have the same reasoning, its margin over the reasoning is 0, a tie. If this is so for
+    all pairs, the list is empty, because there is nothing to compare.
     """
     if part == "whole":
         return [pair.whole for pair in pairs]
     if all(pair.reasoning is None for pair in pairs):
         return []
-    return [pair.reasoning or 0.0 for pair in pairs]
+    return [0.0 if pair.reasoning is None else pair.reasoning for pair in pairs]
 
 
 def order_scores(margins: ArrayLike) -> Floats:
@@ -101,15 +107,16 @@ def preference_interval(
 
     Args:
         runs: The margins of each run (seed).
-        part: Whole responses, or their reasoning.
+        part: `whole` for whole responses, `reasoning` for their reasoning.
         resamples: Number of bootstrap resamples.
         level: Level of the interval, in (0, 1).
         seed: Seed of the resamples.
 
     Returns:
-        The interval. All of it is nan if a run has no pairs or, for the reasoning, if all pairs of a run have the same
-        reasoning in both responses.
+        The mean accuracy and its interval. All three are nan if a run has no pairs or, for the reasoning, if both
+        responses have the same reasoning in all pairs of a run.
     """
+    # The mean accuracy times the number of runs is the sum over all pairs of score / (number of pairs in their run).
     score_of_question: dict[str, float] = defaultdict(float)
     weight_of_question: dict[str, float] = defaultdict(float)
     for run in runs:
@@ -123,6 +130,6 @@ def preference_interval(
     weighted_scores = np.array(list(score_of_question.values()))
     weights = np.array(list(weight_of_question.values()))
     interval = ratio_interval(weighted_scores, weights, resamples=resamples, level=level, seed=seed)
-    # `interval.value` may differ from this mean in the last bit. Here, runs with nothing but ties give exactly 0.5.
+    # The same as `interval.value`, except for the last bits: if all pairs are ties, this mean is exactly 0.5.
     value = fmean(preference_accuracy(margins_of(run, part)) for run in runs)
     return Interval(value, interval.low, interval.high, level)

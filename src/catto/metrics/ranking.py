@@ -1,4 +1,4 @@
-"""How well confidence ranks answers, and the threshold above which they can be trusted.
+"""How well confidence ranks answers, and the error rate of the answers above each confidence.
 
 Rows of equal confidence have no order. Every number here is the mean over all orders of such rows (in closed form), so
 it does not depend on the order in which the rows were written.
@@ -43,10 +43,10 @@ def auroc(
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        weight: (N,) or (R, N), how often each row counts.
+        weight: (N,), how often each row counts, or (R, N) for R such weightings. None counts each row once.
 
     Returns:
-        A number in [0, 1], nan if all rows are right or all are wrong; (R,) for a weight of shape (R, N).
+        A number in [0, 1], nan if all rows are right or all are wrong; an array of R such numbers for R weightings.
 
     >>> auroc([0.9, 0.4, 0.6], [True, False, False])
     1.0
@@ -54,15 +54,15 @@ def auroc(
     groups = group_rows(confidence, correct, weight)
     total = total_weight(groups.count)
     right_total = groups.right.sum(axis=-1)
-    at_least_as_confident = _sum_from_above(groups.count)
-    # Compare each right row with all rows, including itself. It loses to the rows above it and, because ties count
-    # half, to half of its group. `lost` is the sum over the right rows.
+    at_least_as_confident = _count_from_above(groups.count)
+    # Compare each right row with all rows, itself included: right_total * total comparisons. It loses those with the
+    # rows above it and, because ties count half, half of those with its own group.
     lost = np.zeros(np.shape(total))
     for block in split_blocks(len(groups.value)):
-        lost_per_row = at_least_as_confident[..., block] - 0.5 * groups.count[..., block]
-        lost += np.vecdot(groups.right[..., block], lost_per_row)
-    # Only comparisons with wrong rows count. Right rows win half of the comparisons among themselves, in any order:
-    # 0.5 * right_total ** 2.
+        lost_per_right_row = at_least_as_confident[..., block] - 0.5 * groups.count[..., block]
+        lost += np.vecdot(groups.right[..., block], lost_per_right_row)
+    # The AUROC compares right rows with wrong rows only. Among themselves, right rows win half of their right_total**2
+    # comparisons, which is subtracted.
     won = right_total * (total - 0.5 * right_total) - lost
     pairs = right_total * (total - right_total)
     undefined = np.full(np.shape(pairs), np.nan)
@@ -77,13 +77,16 @@ def aurc(
 ) -> Score:
     """Return the area under the risk-coverage curve, `mean over i of (errors among the i most confident) / i`.
 
+    i runs from 1 to N. Rows of equal confidence count as if they were in random order.
+
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        weight: (N,) or (R, N) whole numbers, how often each row counts.
+        weight: (N,) whole numbers, how often each row counts, or (R, N) for R such weightings. None counts each row
+            once.
 
     Returns:
-        A number in [0, 1]; (R,) for a weight of shape (R, N).
+        A number in [0, 1]; an array of R such numbers for R weightings.
 
     >>> round(aurc([0.9, 0.4, 0.6], [True, False, False]), 4)
     0.3889
@@ -97,15 +100,18 @@ def e_aurc(
     *,
     weight: ArrayLike | None = None,
 ) -> Score:
-    """Return AURC minus that of the best order of the same answers (all errors last); 0 for a perfect order.
+    """Return the excess AURC: AURC minus that of the same answers in the best order, with all errors last.
+
+    It is 0 if every right row is more confident than every wrong row.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        weight: (N,) or (R, N) whole numbers, how often each row counts.
+        weight: (N,) whole numbers, how often each row counts, or (R, N) for R such weightings. None counts each row
+            once.
 
     Returns:
-        A number in [0, 1]; (R,) for a weight of shape (R, N).
+        A number in [0, 1]; an array of R such numbers for R weightings.
 
     >>> e_aurc([0.9, 0.4, 0.6], [True, False, False])
     0.0
@@ -114,6 +120,7 @@ def e_aurc(
     right = groups.right.sum(axis=-1)
     wrong = groups.count.sum(axis=-1) - right
     no_rows = np.zeros_like(right)
+    # All wrong rows at confidence 0, and all right rows at confidence 1.
     best_order = Groups(
         value=np.array([0.0, 1.0]),
         count=np.stack([wrong, right], axis=-1),
@@ -124,55 +131,64 @@ def e_aurc(
 
 
 @reuse_last_result
-def _sum_from_above(count: Floats) -> Ints | Floats:
-    """Return the number of rows that are at least as confident as each group, and 0 at the end. (..., G + 1).
+def _count_from_above(count: Floats) -> Ints | Floats:
+    """Return the number of rows in each group and all more confident groups, followed by a 0. (..., G) -> (..., G + 1).
 
-    If all counts are whole numbers, so are the results: sums of integers are 3x as fast.
+    Groups are in increasing order of confidence: counts of 2, 1 and 3 give 6, 4, 3 and 0. The result has integers if
+    all counts are whole numbers, because sums of integers are 3x as fast, and floats otherwise.
     """
-    *weightings, groups = count.shape
-    below: Ints = np.zeros((*weightings, groups + 1), dtype=np.intp)
-    np.cumsum(count, axis=-1, dtype=np.intp, out=below[..., 1:])
-    # An integer sum drops the fractions of counts that are not whole.
+    below = _count_below(count, np.intp)
+    # The integer sums drop the fractions of all counts. If their totals are correct, there are no fractions.
     has_whole_counts = np.array_equal(below[..., -1], total_weight(count))
-    if has_whole_counts:
-        return np.asarray(below[..., -1:] - below)
-    below_exactly = np.zeros(below.shape)
-    np.cumsum(count, axis=-1, out=below_exactly[..., 1:])
-    return np.asarray(below_exactly[..., -1:] - below_exactly)
+    if not has_whole_counts:
+        below = _count_below(count, np.float64)
+    all_rows = below[..., -1:]
+    return np.asarray(all_rows - below)
+
+
+def _count_below(count: Floats, dtype: type[np.intp | np.float64]) -> Ints | Floats:
+    """Return the number of rows in the groups before each group, followed by the total. (..., G) -> (..., G + 1)."""
+    *weightings, groups = count.shape
+    below = np.zeros((*weightings, groups + 1), dtype)
+    np.cumsum(count, axis=-1, dtype=dtype, out=below[..., 1:])
+    return below
 
 
 def _area_of_groups(groups: Groups) -> Floats:
-    """Return the AURC, as a sum over errors instead of ranks.
+    """Return the AURC. The risk at rank i is the number of errors among the i most confident rows, divided by i.
 
-    An error at rank j is part of every mean from j to N, so it counts 1/j + ... + 1/N times. Over a group of n_g ranks,
-    these numbers sum to n_g H_N - (S_last - S_before), where H_j = 1 + ... + 1/j and, by summation by parts,
-    S_j = H_0 + ... + H_(j-1) = j H_j - j.
+    The AURC is the mean of the risks at ranks 1 to N. Their sum is computed error by error. An error at rank j is among
+    the i most confident rows for i = j, ..., N. It therefore adds 1/j + ... + 1/N to the sum, which is H_N - H_(j-1)
+    with H_j = 1 + ... + 1/j. Each rank of a group has the error rate of the group. Over the n_g ranks of a group, from
+    first to last, the terms H_N - H_(j-1) sum to n_g H_N - (S_last - S_(first-1)), where S_j is
+    H_0 + ... + H_(j-1) = j H_j - j.
     """
-    at_least_as_confident = _sum_from_above(groups.count)
+    at_least_as_confident = _count_from_above(groups.count)
     has_whole_counts = at_least_as_confident.dtype == np.intp
     if not has_whole_counts:
         raise ValueError("weight must be whole numbers: AURC is a mean over ranks")
-    # The last rank of each group. Groups are in increasing order of confidence, and the most confident row has rank 1,
-    # so the next entry is the rank before the group.
+    # The number of rows from a group upwards is the last rank of the group. The entry after it belongs to the next,
+    # more confident group, so it is the rank before the group's first.
     last_rank = at_least_as_confident.astype(np.intp, copy=False)
     total = total_weight(groups.count)
-    harmonic, harmonic_sum = _harmonic_numbers(int(total.max()))
-    area = np.zeros(np.shape(total))
+    harmonic, harmonic_sum = _sum_harmonic_numbers(int(total.max()))
+    risk_sum = np.zeros(np.shape(total))
     for block in split_blocks(len(groups.value)):
-        # A group of weight 0 has no ranks, so any error rate will do.
-        count = np.maximum(groups.count[..., block], 1.0)
+        count = np.maximum(groups.count[..., block], 1.0)  # a group of weight 0 adds nothing, whatever its error rate
         error_rate = 1.0 - groups.right[..., block] / count
         sums = harmonic_sum.take(last_rank[..., block.start : block.stop + 1])
-        before_minus_last = sums[..., 1:] - sums[..., :-1]
-        area += np.vecdot(error_rate, before_minus_last)
+        sum_before_minus_last = sums[..., 1:] - sums[..., :-1]
+        risk_sum += np.vecdot(error_rate, sum_before_minus_last)
+    # The terms error_rate * n_g * H_N of all groups together.
     wrong = total - groups.right.sum(axis=-1)
-    last_harmonic = harmonic.take(last_rank[..., 0])
-    return np.asarray((area + wrong * last_harmonic) / total)
+    harmonic_of_total = harmonic.take(last_rank[..., 0])
+    risk_sum += wrong * harmonic_of_total
+    return np.asarray(risk_sum / total)
 
 
 @lru_cache(maxsize=2)
-def _harmonic_numbers(rows: int) -> tuple[Floats, Floats]:
-    """Return H_j and j H_j - j for j up to the number of rows."""
+def _sum_harmonic_numbers(rows: int) -> tuple[Floats, Floats]:
+    """Return H_j and S_j of `_area_of_groups` for j from 0 to the number of rows. (rows + 1,) each."""
     rank = np.arange(rows + 1.0)
     harmonic = np.append(0.0, np.cumsum(1.0 / rank[1:]))
     return harmonic, rank * harmonic - rank
@@ -186,9 +202,9 @@ class Within:
     """AUROC of confidence within questions, its bootstrap interval over questions, and the data it is based on.
 
     Attributes:
-        value: The AUROC; nan if there is no pair, as are `low` and `high`.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
+        value: The AUROC; nan if there is no pair.
+        low: Lower end of the interval; nan if there is no pair.
+        high: Upper end of the interval; nan if there is no pair.
         questions: Number of questions that have a right and a wrong row.
         pairs: Number of pairs of a right and a wrong row of the same question.
     """
@@ -208,18 +224,20 @@ def auroc_within(
 ) -> Within:
     """Return the AUROC among rows *of the same question*, pooled over all pairs of a right and a wrong row.
 
-    Choosing the most confident of several answers helps only if this is above a half. AUROC over all rows also rises
-    when easy questions are answered more confidently, which does not help to choose among answers. Questions whose rows
-    are all right or all wrong have no pair and do not count.
+    It is the share of these pairs in which the right row is more confident; ties count half. Questions whose rows are
+    all right or all wrong have no pair and do not count. Choosing the most confident of several answers helps only if
+    the result is above a half. AUROC over all rows also rises when easy questions are answered more confidently, which
+    does not help to choose among answers.
 
     Args:
-        question: N ids.
+        question: N question ids, one per row.
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
         options: Options of the bootstrap, see `BootstrapOptions`.
 
     Returns:
-        The AUROC with its interval over questions, and the numbers of questions and pairs that it is based on.
+        The AUROC with its interval over questions, and the numbers of questions and pairs that it is based on. If there
+        is no pair, the AUROC is nan.
 
     Raises:
         ValueError: A column or an option is out of range, or the lengths differ.
@@ -231,34 +249,41 @@ def auroc_within(
     if len(question) != len(c):
         raise ValueError(f"question has {len(question)} rows and confidence has {len(c)}, expected the same number")
     rows_of: dict[object, list[int]] = {}
-    for row, name in enumerate(question):
-        rows_of.setdefault(name, []).append(row)
+    for row, question_id in enumerate(question):
+        rows_of.setdefault(question_id, []).append(row)
+    # One entry for each question that has a pair.
     won: list[float] = []
     pairs: list[float] = []
     for rows in rows_of.values():
-        duels = _count_duels(c[rows], z[rows])
-        if duels.pairs:
-            won.append(duels.won)
-            pairs.append(float(duels.pairs))
+        counts = _count_pairs(c[rows], z[rows])
+        if counts.pairs > 0:
+            won.append(counts.won)
+            pairs.append(float(counts.pairs))
     if not pairs:
         return Within(nan, nan, nan, questions=0, pairs=0)
     interval = ratio_interval(np.array(won), np.array(pairs), **options)
     return Within(interval.value, interval.low, interval.high, questions=len(pairs), pairs=int(sum(pairs)))
 
 
-class _Duels(NamedTuple):
-    """The number of pairs of a right and a wrong row, and how many the right row wins; ties count half."""
+class _PairCounts(NamedTuple):
+    """The pairs of a right and a wrong row.
+
+    Attributes:
+        won: Number of pairs in which the right row is more confident; ties count half.
+        pairs: Number of pairs.
+    """
 
     won: float
     pairs: int
 
 
-def _count_duels(confidence: Floats, correct: Bools) -> _Duels:
+def _count_pairs(confidence: Floats, correct: Bools) -> _PairCounts:
     right = confidence[correct]
     wrong = np.sort(confidence[~correct])
-    below = np.searchsorted(wrong, right, side="left").sum()
-    up_to = np.searchsorted(wrong, right, side="right").sum()
-    return _Duels((below + up_to) / 2, len(right) * len(wrong))
+    # Summed over the right rows: the number of wrong rows with lower confidence, and with lower or equal confidence.
+    lower = np.searchsorted(wrong, right, side="left").sum()
+    lower_or_equal = np.searchsorted(wrong, right, side="right").sum()
+    return _PairCounts(won=(lower + lower_or_equal) / 2, pairs=len(right) * len(wrong))
 
 
 # ---- thresholds
@@ -286,11 +311,18 @@ def risk_coverage(confidence: ArrayLike, correct: ArrayLike) -> RiskCoverage:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
 
+    Returns:
+        The coverage and the risk at each of the G distinct confidences.
+
     >>> risk_coverage([0.9, 0.6], [True, False]).risk.tolist()
     [0.0, 0.5]
     """
     groups = group_rows(confidence, correct)
-    wrong_of_group = groups.count - groups.right
-    answered = np.cumsum(groups.count[::-1])
-    wrong = np.cumsum(wrong_of_group[::-1])
-    return RiskCoverage(groups.value[::-1], answered / answered[-1], wrong / answered)
+    # Groups are in increasing order of confidence; the strictest threshold comes first in the result.
+    threshold = groups.value[::-1]
+    count = groups.count[::-1]
+    right = groups.right[::-1]
+    answered = np.cumsum(count)
+    errors = np.cumsum(count - right)
+    rows = answered[-1]
+    return RiskCoverage(threshold, coverage=answered / rows, risk=errors / answered)

@@ -29,16 +29,16 @@ from catto.metrics.binning import (
 
 # A function of confidence and correct, such as an entry of METRICS or `partial(metric, bins=...)`.
 MetricFunction = Callable[..., float]
-Tick = Callable[[], object]  # called once per step of a progress bar
+Tick = Callable[[], object]  # moves a progress bar on by one step
 Weights = NDArray[Any]  # (R, Q): how often each of Q questions counts in each of R resamples
 
 # Number of questions drawn per block; the counts of a block fit the cache.
 BLOCK = 1 << 14
-# Maximum number of resamples computed at once, and of their weights.
-MOST_AT_ONCE = 100
-WEIGHTS_AT_ONCE = 1 << 17
-# Maximum number of counts that are kept for later metrics of the same questions, at two bytes each.
-KEPT_COUNTS = 1 << 23
+# Maximum number of resamples computed at once, and of the weights in all of them together.
+MAX_RESAMPLES_AT_ONCE = 100
+MAX_WEIGHTS_AT_ONCE = 1 << 17
+# Maximum number of counts that `draw_question_counts` keeps for later calls, at two bytes each.
+MAX_KEPT_COUNTS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BootstrapOptions(TypedDict, total=False):
         resamples: Number of resamples or simulations, 1000 by default.
         level: Level of the interval or band, 0.95 by default.
         seed: Seed of the random numbers, 0 by default.
-        tick: Called once per resample, simulation and swap.
+        tick: Called once per resample, simulation and swap, to move a progress bar; by default, it does nothing.
     """
 
     resamples: int
@@ -96,7 +96,7 @@ class ResamplingOptions(NamedTuple):
     tick: Tick
 
 
-def ignore_tick() -> None:
+def show_no_progress() -> None:
     """Do nothing: the `tick` of a caller without a progress bar."""
 
 
@@ -106,7 +106,7 @@ def fill_options(options: BootstrapOptions) -> ResamplingOptions:
         resamples=options.get("resamples", 1000),
         level=options.get("level", 0.95),
         seed=options.get("seed", 0),
-        tick=options.get("tick", ignore_tick),
+        tick=options.get("tick", show_no_progress),
     )
     if filled.resamples < 1:
         raise ValueError(f"resamples is {filled.resamples}, expected at least 1")
@@ -124,11 +124,11 @@ class WeightedRun:
     Args:
         value: (N,) input of the metrics: confidences, ranks, or scores of at least 0.
         correct: (N,) booleans.
-        question: (N,) number of each row's question.
+        question: (N,) number of each row's question, from 0.
 
     Attributes:
-        value: The value of each distinct row.
-        correct: Whether each distinct row is right.
+        value: The value of each distinct row, (D,), in increasing order.
+        correct: Whether each distinct row is right, (D,).
     """
 
     def __init__(
@@ -139,16 +139,16 @@ class WeightedRun:
     ) -> None:
         keys = sort_keys(value, correct)
         order = np.argsort(keys)
-        self._starts = run_starts(keys[order])
-        self._question = question[order]
-        distinct = order[self._starts]
-        self.value = value[distinct]
-        self.correct = correct[distinct]
+        self._starts = run_starts(keys[order])  # of the distinct rows, among the sorted rows
+        self._question_of_sorted_row = question[order]
+        first_rows = order[self._starts]
+        self.value = value[first_rows]
+        self.correct = correct[first_rows]
 
     def weigh_rows(self, weights: Weights) -> Floats:
-        """Return the weight of each distinct row. (R, Q) -> (R, rows)."""
-        row_weights = weights.take(self._question, axis=1).astype(np.float64)
-        all_distinct = len(self._starts) == len(self._question)
+        """Turn the weights of Q questions into the weights of the D distinct rows. (R, Q) -> (R, D)."""
+        row_weights = weights.take(self._question_of_sorted_row, axis=1).astype(np.float64)
+        all_distinct = len(self._starts) == len(self._question_of_sorted_row)
         if all_distinct:
             return row_weights
         return np.add.reduceat(row_weights, self._starts, axis=1)
@@ -174,9 +174,10 @@ def evaluate_metric(
     correct: Bools,
     weights: Floats,
 ) -> Floats:
-    """Return the metric under each weighting, nan if all its weights are 0. (N,), (N,), (R, N) -> (R,)."""
+    """Return the metric under each weighting; nan for a weighting that is 0 everywhere. (N,), (N,), (R, N) -> (R,)."""
     has_rows = total_weight(weights) > 0.0
     if not has_rows.all():
+        # Metrics reject such a weighting, so it is left out.
         values: Floats = np.full(len(weights), np.nan)
         if has_rows.any():
             values[has_rows] = evaluate_metric(metric, confidence, correct, weights[has_rows])
@@ -198,67 +199,66 @@ def _evaluate_on_copies(
     weight: Floats,
 ) -> float:
     """Return the metric of the rows, each repeated as often as it counts."""
-    times = weight.astype(np.intp)
-    return metric(np.repeat(confidence, times), np.repeat(correct, times))
+    copies = weight.astype(np.intp)
+    return metric(np.repeat(confidence, copies), np.repeat(correct, copies))
 
 
 class Numbering(NamedTuple):
-    """The numbers of the questions of several runs.
+    """The numbers that the questions of several runs have been given, from 0 to `question_count` - 1.
 
     Attributes:
-        of_rows: For each run, the number of each row's question, (N,).
-        questions: Number of questions in all runs.
+        question_of_row: For each run, the number of each row's question, (N,).
+        question_count: Number of different questions in all runs together.
     """
 
-    of_rows: list[Ints]
-    questions: int
+    question_of_row: list[Ints]
+    question_count: int
 
 
 def number_questions(ids: Sequence[Sequence[object] | None], confidences: Sequence[Floats]) -> Numbering:
-    """Number the questions of all runs together.
+    """Give each question a number, which is the same in all runs.
 
     Args:
-        ids: For each run, the question id of each row; an id has the same number in all runs. Without ids, each row of
-            a single run is a question of its own, and row i of several runs is the same question.
-        confidences: For each run, the confidence of each row, (N,).
+        ids: For each run, the question id of each row, or None for a run without ids. If no run has ids, each row of a
+            single run is a question of its own, and row i is the same question in several runs.
+        confidences: For each run, the confidence of each row, (N,). With ids, only the number of rows is read. A long
+            single run without ids is numbered in order of confidence, which is faster to resample.
 
     Returns:
-        The numbers, from 0.
+        The number of each row's question, and how many questions there are.
 
     Raises:
         ValueError: A run does not have one id per row, or some runs have ids and others do not.
     """
-    lacks_ids = [run_ids is None for run_ids in ids]
-    if all(lacks_ids):
+    known_ids = [run_ids for run_ids in ids if run_ids is not None]
+    if not known_ids:
         return _number_by_row(confidences)
-    if any(lacks_ids):
+    if len(known_ids) < len(ids):
         raise ValueError("some runs have question ids and others do not: give the ids of all runs or of none")
 
     number_of_id: dict[object, int] = {}
-    of_rows: list[Ints] = []
-    for run_ids, c in zip(ids, confidences, strict=True):
-        if run_ids is None:
-            continue
+    question_of_row: list[Ints] = []
+    for run_ids, c in zip(known_ids, confidences, strict=True):
         if len(run_ids) != len(c):
             raise ValueError(f"questions has {len(run_ids)} rows and confidence has {len(c)}, expected the same number")
         numbers = []
         for question_id in run_ids:
             next_number = len(number_of_id)
             numbers.append(number_of_id.setdefault(question_id, next_number))
-        of_rows.append(np.array(numbers, dtype=np.intp))
-    return Numbering(of_rows, len(number_of_id))
+        question_of_row.append(np.array(numbers, dtype=np.intp))
+    return Numbering(question_of_row, question_count=len(number_of_id))
 
 
 def _number_by_row(confidences: Sequence[Floats]) -> Numbering:
     """Number the questions of runs without ids by the position of their rows."""
-    of_rows = [np.arange(len(confidence)) for confidence in confidences]
-    questions = max(len(confidence) for confidence in confidences)
-    if len(confidences) == 1 and questions > BLOCK:
-        # Any order will do for a single run. In order of confidence, like the rows of a `WeightedRun`, the weights are
-        # read in the order of memory.
+    question_of_row = [np.arange(len(confidence)) for confidence in confidences]
+    question_count = max(len(confidence) for confidence in confidences)
+    if len(confidences) == 1 and question_count > BLOCK:
+        # The questions of a single run may have any numbers. A `WeightedRun` sorts its rows by confidence; with numbers
+        # in the same order, it reads the weights of the questions from memory in sequence.
         by_confidence = np.argsort(confidences[0], kind="stable")
-        of_rows[0][by_confidence] = np.arange(questions)
-    return Numbering(of_rows, questions)
+        question_of_row[0][by_confidence] = np.arange(question_count)
+    return Numbering(question_of_row, question_count)
 
 
 def cut_into_batches(
@@ -266,23 +266,24 @@ def cut_into_batches(
     units: int,
     tick: Tick,
 ) -> Iterator[int]:
-    """Cut resamples into batches that are computed at once.
+    """Cut resamples into batches that are computed at once and fit the cache.
 
     Args:
-        total: Number of resamples.
+        total: Number of resamples; 0 gives no batches.
         units: Number of questions or rows that are weighted in each resample.
-        tick: Called once per resample, after its batch.
+        tick: Called once per resample, when the caller asks for the next batch.
 
     Yields:
         The number of resamples in each batch.
     """
-    # Allocating and freeing 31 MB makes glibc keep up to twice as much freed memory for later arrays (mallopt(3),
-    # M_MMAP_THRESHOLD). Without this, new memory was mapped for each resample of a million rows, which took as long as
-    # the sums over them.
+    # This array is freed at once. Allocating and freeing 31 MB makes glibc keep up to twice as much freed memory for
+    # later arrays (mallopt(3), M_MMAP_THRESHOLD). Otherwise, new memory would be mapped for each resample of a million
+    # rows, which took as long as the sums over them.
     np.empty(31 << 20, dtype=np.uint8)
-    largest_size = min(MOST_AT_ONCE, max(1, WEIGHTS_AT_ONCE // units))
-    for start in range(0, total, largest_size):
-        size = min(largest_size, total - start)
+    resamples_that_fit = max(1, MAX_WEIGHTS_AT_ONCE // units)
+    max_size = min(MAX_RESAMPLES_AT_ONCE, resamples_that_fit)
+    for start in range(0, total, max_size):
+        size = min(max_size, total - start)
         yield size
         for _ in range(size):
             tick()
@@ -292,28 +293,27 @@ def draw_question_counts(
     questions: int,
     resamples: int,
     seed: int,
-    tick: Tick = ignore_tick,
+    tick: Tick = show_no_progress,
 ) -> Iterator[Weights]:
-    """Draw bootstrap resamples of the questions: each draws as many questions as there are, with replacement.
+    """Draw bootstrap resamples of Q questions: each resample draws Q questions with replacement.
 
     Args:
         questions: Number of questions Q.
         resamples: Number of resamples.
         seed: Seed of the random numbers.
-        tick: Called once per resample.
+        tick: Called once per resample, when the caller asks for the next batch.
 
     Yields:
-        How often each question was drawn, in batches of (R, Q).
+        Batches of R resamples, (R, Q): how often each question was drawn.
 
     >>> [batch.sum(axis=1).tolist() for batch in draw_question_counts(5, 3, seed=0)]
     [[5, 5, 5]]
     """
-    # Many metrics of the same questions are resampled in turn, with the same counts.
-    can_be_kept = questions * resamples <= KEPT_COUNTS
+    can_be_kept = questions * resamples <= MAX_KEPT_COUNTS
     draw = _draw_and_keep_counts if can_be_kept else _draw_counts
     for counts in draw(questions, resamples, seed):
         yield counts
-        for _ in counts:
+        for _ in range(len(counts)):
             tick()
 
 
@@ -323,7 +323,7 @@ def _draw_and_keep_counts(
     resamples: int,
     seed: int,
 ) -> tuple[Weights, ...]:
-    """Draw counts and keep the last draws: a report resamples the same questions for hundreds of numbers."""
+    """Draw counts, and keep them for the next call: a report resamples the same questions for hundreds of numbers."""
     return tuple(_draw_counts(questions, resamples, seed))
 
 
@@ -332,19 +332,19 @@ def _draw_counts(
     resamples: int,
     seed: int,
 ) -> Iterator[Weights]:
-    """Draw the counts of one block of questions at a time, so that memory is accessed in order.
+    """Draw as `draw_question_counts` does, one block of questions at a time, whose counts fit the cache.
 
-    The number of draws in each block is multinomial, and draws within a block are uniform. The distribution is the same
-    as that of one draw over all questions.
+    First, the number of draws that fall into each block is drawn from a multinomial distribution. Then, the draws in
+    each block are uniform over its questions. The result has the same distribution as uniform draws over all questions.
     """
     rng = default_rng(seed)
     starts = np.arange(0, questions, BLOCK)
     lengths = np.diff(starts, append=questions)
-    for size in cut_into_batches(resamples, questions, ignore_tick):  # `draw_question_counts` ticks
-        counts = np.empty((size, questions), dtype=np.uint16)  # small, so that gathering from it stays in the cache
-        for row in counts:
-            draws_of_block = rng.multinomial(questions, lengths / questions)
-            for start, length, times in zip(starts, lengths, draws_of_block, strict=True):
-                drawn = rng.integers(0, length, size=times)
-                row[start : start + length] = np.bincount(drawn, minlength=length)
+    for size in cut_into_batches(resamples, questions, show_no_progress):  # `draw_question_counts` shows the progress
+        counts = np.empty((size, questions), dtype=np.uint16)  # two bytes each, so that more of them fit the cache
+        for counts_of_resample in counts:
+            draws_per_block = rng.multinomial(questions, lengths / questions)
+            for start, length, draws in zip(starts, lengths, draws_per_block, strict=True):
+                drawn = rng.integers(0, length, size=draws)
+                counts_of_resample[start : start + length] = np.bincount(drawn, minlength=length)
         yield counts

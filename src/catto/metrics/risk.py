@@ -10,29 +10,31 @@ from numpy.typing import ArrayLike
 
 from catto.metrics.binning import Bools, Floats, check_columns
 
-# Thresholds are tried in steps of 1/40 of the answers, the most confident first. Testing starts at an eighth, a
-# quarter, half and all of the answers, each with its share of delta. If the confidence does not rank the answers,
-# these shares found a threshold in 59 % of simulated sets of 400 answers, and equal shares in 45 %.
-STEPS = 40
+# Number of candidate thresholds; candidate i keeps the most confident i/40 of the rows.
+CANDIDATES = 40
+# Starting points: number of a candidate -> its own share of delta. They keep an eighth, a quarter, half and all of the
+# rows. If the confidence does not rank the answers, these shares found a threshold in 59 % of simulated sets of 400
+# answers, and equal shares in 45 %.
 SHARE_OF_DELTA = {5: 0.125, 10: 0.125, 20: 0.25, 40: 0.5}
 
-# `estimate_rows_needed` searches for a size that succeeds with this probability, up to the largest size.
-PROBABLE = 0.8
-LARGEST_SIZE = 10_000_000
+# `estimate_rows_needed` searches for a number of rows that succeeds with this probability, up to the maximum.
+SUCCESS_PROBABILITY = 0.8
+MAX_ROWS = 10_000_000
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Answer at `confidence >= threshold`.
+    """A threshold with a guaranteed error rate: rows with `confidence >= threshold` are answered.
 
     Attributes:
-        threshold: None if no threshold is good enough; then nothing is answered.
-        risk: The requested maximum share of wrong answers.
-        delta: Probability with which the guarantee may fail.
+        threshold: None if no candidate passed its test; then nothing is answered.
+        risk: Requested maximum error rate of the answers.
+        delta: Maximum probability that the error rate above the threshold exceeds `risk`.
         coverage: Share of the given rows that are answered.
         answered: Number of the given rows that are answered.
-        errors: Number of those that are wrong.
-        bound: Clopper and Pearson's bound on the error rate, at the level at which this threshold passed its test.
+        errors: Number of answered rows that are wrong.
+        bound: Clopper and Pearson's upper confidence bound on the error rate of the answers, at most `risk`. Its error
+            probability is the level of the threshold's test, which is at most `delta`. 1 if there is no threshold.
     """
 
     threshold: float | None
@@ -45,7 +47,13 @@ class Threshold:
 
 
 class Candidate(NamedTuple):
-    """A threshold, and the rows at or above it."""
+    """A threshold to be tested.
+
+    Attributes:
+        threshold: Rows with `confidence >= threshold` are answered.
+        answered: Number of these rows.
+        errors: Number of answered rows that are wrong.
+    """
 
     threshold: float
     answered: int
@@ -58,31 +66,34 @@ def threshold_for_risk(
     risk: float = 0.1,
     delta: float = 0.05,
 ) -> Threshold:
-    """Find a low threshold above which at most a share `risk` of the answers is wrong, with probability 1 - delta.
+    """Find a threshold above which the error rate is at most `risk`, with probability at least 1 - delta.
 
-    Candidate thresholds answer the most confident 1/40, 2/40, ... of the rows. They are tested in this order, and the
-    result is the lowest one that passes ("learn then test" with the fallback procedure of Wiens and Dmitrienko).
+    Rows with `confidence >= threshold` are answered. They must come from the same distribution as later answers, and
+    must not have been used to fit the confidence.
 
-    A candidate passes if an error rate of `risk` would lead to so few errors with a probability of at most its level
-    (exact binomial test). Four candidates, the starting points, have a level of their own, a share of delta:
-    - 1/8 of delta for the candidate that answers an eighth of the rows,
+    There are 40 candidate thresholds. Candidate i keeps the most confident i/40 of the rows, and with them all rows
+    that have the same confidence as the last of these. Candidates are tested from the highest threshold to the lowest,
+    and the result is the lowest one that passes ("learn then test" with the fallback procedure of Wiens and
+    Dmitrienko).
+
+    A candidate passes if its binomial p-value is at most its level. The p-value is the probability of this few errors
+    or fewer among the answered rows at an error rate of `risk`. Four candidates start with a level:
+    - 1/8 of delta for the candidate that keeps an eighth of the rows,
     - 1/8 of delta for a quarter,
     - 1/4 of delta for half,
     - 1/2 of delta for all rows.
-    A candidate that passes also hands its level on to the next, lower candidate, where it is added to that candidate's
-    own. A candidate that fails hands on nothing. A candidate without a level is not tested.
+    If a candidate passes, its level is added to that of the next one. If it fails, its level is lost. A candidate
+    whose level is 0 is not tested.
 
-    A candidate lies just above the confidence of the first row that it leaves out. Given that confidence, the answered
-    rows are independent draws, so each test is exact. The guarantee of the whole sequence is exact for thresholds
-    chosen in advance; for these thresholds, it was checked by simulation.
-
-    The rows must come from the same distribution as later answers, and must not have been used to fit the confidence.
+    That all tests together err with a probability of at most delta is proved for thresholds chosen in advance. These
+    thresholds are chosen from the confidences of the same rows, but not from their correctness. For them, the
+    guarantee was checked by simulation.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        risk: Maximum share of wrong answers, in (0, 1).
-        delta: Probability with which the guarantee may fail, in (0, 1).
+        risk: Maximum error rate of the answers, in (0, 1).
+        delta: Maximum probability that the error rate exceeds `risk`, in (0, 1).
 
     Returns:
         The threshold; its field `threshold` is None if no candidate passes.
@@ -90,7 +101,10 @@ def threshold_for_risk(
     Raises:
         ValueError: A column, `risk` or `delta` is out of range.
 
-    >>> found = threshold_for_risk([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10)
+    In the example, the 100 rows at confidence 1 have no error, and their p-value is 0.9^100 = 0.00003. All 110 rows
+    have 10 errors and a p-value of 0.45, so the threshold is between 0.5 and 1.
+
+    >>> found = threshold_for_risk([1.0] * 100 + [0.5] * 10, [True] * 100 + [False] * 10, risk=0.1, delta=0.05)
     >>> found.answered, found.errors
     (100, 0)
     """
@@ -101,15 +115,16 @@ def threshold_for_risk(
     passed = _find_lowest_passing(candidates, risk, delta)
     if passed is None:
         return Threshold(None, risk, delta, coverage=0.0, answered=0, errors=0, bound=1.0)
-    best, level = passed
+    lowest, level = passed
     return Threshold(
-        best.threshold,
+        lowest.threshold,
         risk,
         delta,
-        coverage=best.answered / len(c),
-        answered=best.answered,
-        errors=best.errors,
-        bound=upper_bound(best.errors, best.answered, level),
+        coverage=lowest.answered / len(c),
+        answered=lowest.answered,
+        errors=lowest.errors,
+        # At the level of the test, the bound is at most `risk` if and only if the candidate passes.
+        bound=upper_bound(lowest.errors, lowest.answered, level),
     )
 
 
@@ -119,16 +134,21 @@ def _check_share(name: str, value: float) -> None:
 
 
 def _list_candidates(confidence: Floats, correct: Bools) -> list[Candidate]:
-    """Return the candidate of each step, the strictest first. The labels do not influence the thresholds."""
+    """Return all candidates, from the highest threshold to the lowest.
+
+    Only the confidences determine the thresholds, not the correctness of the rows. Each threshold is the smallest
+    number above the confidence of the first row that is not answered; it is 0 if all rows are answered.
+    """
     order = np.argsort(-confidence, kind="stable")
     falling = confidence[order]
     errors_so_far = np.concatenate([[0], np.cumsum(~correct[order])])
     rows = len(falling)
     candidates = []
-    for step in range(1, STEPS + 1):
-        wanted = max(round(rows * step / STEPS), 1)
-        # Rows of equal confidence are answered together.
-        answered = int(np.searchsorted(-falling, -falling[wanted - 1], side="right"))
+    for number in range(1, CANDIDATES + 1):
+        rows_to_keep = max(round(rows * number / CANDIDATES), 1)
+        last_kept = falling[rows_to_keep - 1]
+        # No threshold separates rows of equal confidence, so all rows that are equal to the last one are answered.
+        answered = int(np.searchsorted(-falling, -last_kept, side="right"))
         threshold = 0.0
         if answered < rows:
             first_left_out = falling[answered]
@@ -138,25 +158,38 @@ def _list_candidates(confidence: Floats, correct: Bools) -> list[Candidate]:
 
 
 def _find_lowest_passing(candidates: list[Candidate], risk: float, delta: float) -> tuple[Candidate, float] | None:
-    """Return the lowest candidate that passes its test, and the level of the test; None if all fail."""
-    from scipy.special import bdtr
+    """Return the lowest candidate that passes its test, and the level of this test; None if no candidate passes.
+
+    Args:
+        candidates: From the highest threshold to the lowest.
+        risk: Error rate under which p-values are computed.
+        delta: The level that the starting points share.
+    """
+    from scipy.special import bdtr  # the binomial cumulative distribution
 
     lowest = None
     level = 0.0
-    for step, candidate in enumerate(candidates, 1):
-        level += delta * SHARE_OF_DELTA.get(step, 0.0)
+    for number, candidate in enumerate(candidates, 1):
+        level += delta * SHARE_OF_DELTA.get(number, 0.0)
         if level == 0.0:
             continue
-        chance_of_so_few = bdtr(candidate.errors, candidate.answered, risk)
-        if chance_of_so_few <= level:
-            lowest = (candidate, level)
+        p_value = bdtr(candidate.errors, candidate.answered, risk)
+        if p_value <= level:
+            lowest = (candidate, level)  # the next candidate inherits the level
         else:
             level = 0.0
     return lowest
 
 
 def upper_bound(errors: int, rows: int, delta: float) -> float:
-    """Return Clopper and Pearson's bound: the error rate at which so few errors have probability delta.
+    """Return Clopper and Pearson's upper confidence bound on an error rate; 1 if all rows are errors.
+
+    It is the error rate at which this number of errors or fewer has probability delta.
+
+    Args:
+        errors: Number of errors.
+        rows: Number of rows.
+        delta: Maximum probability that the true error rate exceeds the bound, in (0, 1).
 
     >>> round(upper_bound(0, 10, 0.05), 4)
     0.2589
@@ -174,47 +207,66 @@ def estimate_rows_needed(
     risk: float = 0.1,
     delta: float = 0.05,
 ) -> int | None:
-    """Estimate how many rows with the same error rates are enough to find a threshold in four of five cases.
+    """Estimate how many rows `threshold_for_risk` needs to find a threshold with a probability of 0.8.
 
-    The estimate is for the starting points of `threshold_for_risk`, each at its own share of delta.
+    Four candidates are considered: those that keep an eighth, a quarter, half and all of the rows. Each is tested at
+    its own share of delta, see `threshold_for_risk`. The estimate assumes that a larger sample has the same error rate
+    in each of these parts as the given rows.
 
     Args:
         confidence: (N,) in [0, 1].
         correct: (N,) booleans or 0/1.
-        risk: Maximum share of wrong answers, in (0, 1).
-        delta: Probability with which the guarantee may fail, in (0, 1).
+        risk: Maximum error rate of the answers, in (0, 1).
+        delta: Maximum probability that the error rate exceeds `risk`, in (0, 1).
 
     Returns:
-        The number of rows. None if more rows would probably not help: at every starting point, the error rate is at
-        least `risk`, or so close to it that more than LARGEST_SIZE rows would be needed.
+        The smallest number of rows that is enough for one of the four candidates. None if more rows would probably not
+        help: for each candidate, the error rate is at least `risk`, or so close to it that more than 10 million rows
+        would be needed.
+
+    Raises:
+        ValueError: A column is out of range.
 
     >>> estimate_rows_needed([0.9] * 20, [True] * 20)
     39
     """
     c, z = check_columns(confidence, correct)
     candidates = _list_candidates(c, z)
-    sizes = []
-    for step, share in SHARE_OF_DELTA.items():
-        candidate = candidates[step - 1]
+    row_counts = []
+    for number, share in SHARE_OF_DELTA.items():
+        candidate = candidates[number - 1]
         error_rate = candidate.errors / candidate.answered
-        size = _find_size(error_rate, coverage=candidate.answered / len(c), risk=risk, level=delta * share)
-        if size is not None:
-            sizes.append(size)
-    return min(sizes, default=None)
+        coverage = candidate.answered / len(c)
+        rows = _find_row_count(error_rate, coverage=coverage, risk=risk, level=delta * share)
+        if rows is not None:
+            row_counts.append(rows)
+    return min(row_counts, default=None)
 
 
-def _find_size(error_rate: float, *, coverage: float, risk: float, level: float) -> int | None:
-    """Return the smallest size tried at which a candidate with this coverage probably passes; None if none does."""
+def _find_row_count(error_rate: float, *, coverage: float, risk: float, level: float) -> int | None:
+    """Return how many rows a candidate needs to pass its test with SUCCESS_PROBABILITY.
+
+    The numbers tried are 20, 22, 24.2 and so on, each 10 % above the last; the first one that is enough is rounded.
+
+    Args:
+        error_rate: True error rate of the rows that the candidate answers.
+        coverage: Share of all rows that it answers.
+        risk: Error rate under which its p-value is computed.
+        level: Level of its test.
+
+    Returns:
+        The number of rows; None if the error rate is not below `risk`, or MAX_ROWS rows are not enough.
+    """
     from scipy.stats import binom
 
     if error_rate >= risk:
         return None
-    size = 20.0
-    while size <= LARGEST_SIZE:
-        answered = round(size * coverage)
-        # The most errors that pass: one fewer than the smallest number whose cumulative probability exceeds the level.
-        most_errors = int(binom.ppf(level, answered, risk)) - 1
-        if binom.cdf(most_errors, answered, error_rate) >= PROBABLE:
-            return round(size)
-        size *= 1.1
+    rows = 20.0
+    while rows <= MAX_ROWS:
+        answered = round(rows * coverage)
+        # `ppf` returns the smallest number of errors whose p-value reaches the level. One error fewer passes the test.
+        max_errors = int(binom.ppf(level, answered, risk)) - 1
+        if binom.cdf(max_errors, answered, error_rate) >= SUCCESS_PROBABILITY:
+            return round(rows)
+        rows *= 1.1
     return None

@@ -1,8 +1,8 @@
 """Confidence@k: choose one of k sampled answers, by confidence and by competing rules.
 
-From n samples per question, every k is measured on all C(n, k) subsets of sample numbers, which are the same for every
-question. If there are more than `MOST_SUBSETS`, that many are drawn with a fixed seed. Ties go to the answer that was
-sampled first.
+The n samples of a question are numbered from 0. Each rule is measured on all C(n, k) subsets of k sample numbers. If
+there are more than `MAX_SUBSETS`, random ones are drawn with a fixed seed. All questions use the same subsets. Ties go
+to the answer that was sampled first.
 
 The confidence of the chosen answer is that of the chosen sample. For the majority vote, it is the share of votes; for
 the weighted vote, the share of confidence. The oracle is right if any of the k samples is; it is an upper bound and has
@@ -31,8 +31,11 @@ from catto.metrics.statistics import ratio_interval
 from catto.metrics.temperature import confidence_at
 from catto.records import Prediction
 
-MOST_SUBSETS = 2000
+# Maximum number of subsets on which a rule is measured.
+MAX_SUBSETS = 2000
+# Level of the intervals.
 LEVEL = 0.95
+# Sums of votes that differ by at most this count as equal, because the order of addition may change the last bits.
 ROUNDING = 1e-12
 # Confidences at which sampling may stop: 0, 0.02, ..., 0.98, then 1 - 10^-2, 1 - 10^-2.25, ..., 1 - 10^-8, and 1. The
 # steps shrink towards 1, where confidences pile up.
@@ -43,23 +46,26 @@ MOST_CONFIDENT = "most confident"
 LIKELIEST = "mean log-probability"
 RANDOM = "one random sample"
 ORACLE = "oracle"
-# Rules that need scores from the candidates of every token, which not every engine returns -> field of a prediction.
-TOKENS = {"self-certainty": "self_certainty", "lowest-group confidence": "lowest_group"}
+# Rules that rank samples by a score of their tokens -> the field of a prediction with this score. It is missing if the
+# engine does not return the most probable tokens at each position.
+TOKEN_SCORES = {"self-certainty": "self_certainty", "lowest-group confidence": "lowest_group"}
 # Number of tokens in a group; a shorter response is one group.
-GROUP = 128
+TOKENS_PER_GROUP = 128
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """n samples of Q questions.
+    """n samples of each of Q questions.
 
     Attributes:
-        questions: Q ids.
-        label: (Q, n) codes of the labels or normalised answers, -1 for none.
+        questions: Q question ids.
+        label: (Q, n) labels or normalised answers, coded as whole numbers: equal numbers are equal answers. -1 is a
+            sample without an answer.
         confidence: (Q, n) in [0, 1].
         logprob: (Q, n) mean log-probability of a sample's tokens, nan if unknown.
         correct: (Q, n) whether a sample is right.
-        tokens: Name of a rule in TOKENS -> the scores of which it takes the highest, (Q, n), nan if unknown.
+        tokens: Name of a rule in TOKEN_SCORES -> its score of each sample, (Q, n), nan if unknown. The rule chooses the
+            sample with the highest score.
     """
 
     questions: tuple[str, ...]
@@ -70,7 +76,7 @@ class Candidates:
     tokens: Mapping[str, Floats] = field(default_factory=dict)
 
     def at(self, subset: Ints) -> Candidates:
-        """Return the candidates of one subset of sample numbers: (k,) -> (Q, k)."""
+        """Return k of the samples of every question, those with the sample numbers in `subset`, (k,)."""
         return Candidates(
             self.questions,
             label=self.label[:, subset],
@@ -81,24 +87,24 @@ class Candidates:
         )
 
     def right(self, place: Ints) -> Bools:
-        """Return whether one sample of each question is right. (Q,) sample numbers -> (Q,)."""
+        """Return whether the sample with the number `place`, one number per question, is right. (Q,) -> (Q,)."""
         return self.correct[np.arange(len(place)), place]
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Results of a rule at k: accuracy with its bootstrap interval over questions, and ECE of its confidence (20 bins).
+    """How often a rule chooses a right answer among k samples, and how well its confidence is calibrated.
 
     Attributes:
         rule: Name of the rule.
         k: Number of samples to choose from.
-        accuracy: Mean over the subsets, in [0, 1].
-        low: Lower end of the interval of the accuracy.
-        high: Upper end of the interval of the accuracy.
-        ece: Mean over the subsets, in [0, 1]; nan for the oracle.
+        accuracy: Mean over questions and subsets, in [0, 1].
+        low: Lower end of the bootstrap interval of the accuracy over questions.
+        high: Upper end of this interval.
+        ece: ECE of its confidence with 20 bins, averaged over the subsets, in [0, 1]; nan for the oracle.
         questions: Number of questions.
         subsets: Number of subsets.
-        exact: Whether these are all subsets.
+        exact: Whether these are all subsets of k samples.
     """
 
     rule: str
@@ -113,29 +119,31 @@ class Selected:
 
 
 def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[float, float]:
-    """Return a response's self-certainty, and the self-certainty of its least certain group of tokens.
+    """Return a response's self-certainty, and the certainty of its least certain group of consecutive tokens.
 
-    A token's certainty is minus the mean log-probability of its candidates. The mean over all tokens is self-certainty
-    (Kang et al., 2025) up to a constant, restricted to the candidates. The lowest mean over `GROUP` consecutive tokens
-    is DeepConf's lowest-group confidence (Fu et al., 2025).
+    The engine returns the most probable tokens at each position, called its candidates. The certainty of a position is
+    minus the mean log-probability of its candidates. It is high if the model concentrates its probability on few of
+    them. The mean over all positions is self-certainty (Kang et al., 2025) up to a constant, restricted to the
+    candidates. The lowest mean over 128 consecutive positions is DeepConf's lowest-group confidence (Fu et al., 2025).
 
     Args:
-        tops: For each token, the token and its candidates: text -> log-probability. At least one token.
+        tops: For each position, the generated token and the candidates: text -> log-probability. At least one position.
 
     Returns:
-        The self-certainty and the lowest-group confidence.
+        The self-certainty and the lowest-group confidence. For a response of at most 128 tokens, both are the mean over
+        all positions.
 
     >>> token_certainty([("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -0.25, "d": -3.75})])
     (1.5, 1.5)
     """
     certainties = []
-    for _, logprobs in tops:
+    for _token, logprobs in tops:
         mean_logprob = sum(logprobs.values()) / len(logprobs)
         certainties.append(-mean_logprob)
     certainty = np.array(certainties)
-    group_size = min(GROUP, len(certainty))
-    averaging = np.full(group_size, 1.0 / group_size)
-    group_means = np.convolve(certainty, averaging, "valid")
+    group_size = min(TOKENS_PER_GROUP, len(certainty))
+    equal_weights = np.full(group_size, 1.0 / group_size)
+    group_means = np.convolve(certainty, equal_weights, "valid")  # the moving average over whole groups
     return float(certainty.mean()), float(group_means.min())
 
 
@@ -158,11 +166,12 @@ def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Predicti
     if not samples_of:
         raise ValueError("no predictions to select from")
     questions = [sorted(samples, key=lambda prediction: prediction.sample) for samples in samples_of.values()]
-    first = questions[0]
+    first_samples = questions[0]
     for samples in questions:
         name = samples[0].question
-        if len(samples) != len(first):
-            raise ValueError(f"question {name} has {len(samples)} samples, {first[0].question} has {len(first)}")
+        if len(samples) != len(first_samples):
+            first_name = first_samples[0].question
+            raise ValueError(f"question {name} has {len(samples)} samples, {first_name} has {len(first_samples)}")
         sample_numbers = {prediction.sample for prediction in samples}
         if len(sample_numbers) < len(samples):
             raise ValueError(f"question {name} has a sample twice")
@@ -173,18 +182,20 @@ def samples_by_question(predictions: Sequence[Prediction]) -> list[list[Predicti
 
 
 def gather_candidates(predictions: Sequence[Prediction], tau: float | None = None) -> Candidates:
-    """Arrange predictions in columns that have one row per question.
+    """Arrange predictions in arrays with one row per question and one column per sample.
 
     Args:
         predictions: Equally many samples of every question, in any order. The temperature at which they were sampled
             does not matter.
-        tau: Temperature of the confidence that ranks the samples; None means the `confidence` of the prediction.
+        tau: Temperature at which the confidence of each sample is computed, see `confidence_at`. None keeps the
+            `confidence` of the prediction.
 
     Returns:
-        The columns, (Q, n) each. A score that no sample has is left out of `tokens`.
+        The arrays, (Q, n) each. A token score that no sample has is left out of `tokens`.
 
     Raises:
-        ValueError: See `samples_by_question` and `confidence_at`.
+        ValueError: There are no predictions, questions differ in the number of their samples, a question repeats a
+            sample number or has two gold labels, or the confidence of a prediction at tau is unknown.
     """
     questions = samples_by_question(predictions)
     shape = (len(questions), len(questions[0]))
@@ -192,19 +203,19 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
     confidence = np.empty(shape)
     logprob = np.full(shape, np.nan)
     correct = np.empty(shape, dtype=np.bool_)
-    tokens = {rule: np.empty(shape) for rule in TOKENS}
-    # Labels are numbered from 0 in order of appearance; a missing label has the code -1.
+    tokens = {rule: np.empty(shape) for rule in TOKEN_SCORES}
+    # Labels are coded from 0 in order of appearance; a missing label has the code -1.
     code_of: dict[str | None, int] = {None: -1}
     for question_index, samples in enumerate(questions):
         for sample_index, prediction in enumerate(samples):
             cell = (question_index, sample_index)
-            next_code = len(code_of) - 1
+            next_code = len(code_of) - 1  # the entry of a missing label is not counted
             label[cell] = code_of.setdefault(prediction.choice, next_code)
             confidence[cell] = prediction.confidence if tau is None else confidence_at(prediction, tau)
             if prediction.mean_logprob is not None:
                 logprob[cell] = prediction.mean_logprob
             correct[cell] = prediction.is_correct
-            for rule, field_name in TOKENS.items():
+            for rule, field_name in TOKEN_SCORES.items():
                 tokens[rule][cell] = getattr(prediction, field_name)  # None becomes nan
     known_tokens = {rule: column for rule, column in tokens.items() if not np.isnan(column).all()}
     return Candidates(
@@ -219,15 +230,15 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling temperature that was chosen, and what was measured at every one that was tried.
+    """The sampling temperature that was chosen, and what was measured at every temperature that was tried.
 
     Attributes:
-        temperature: The chosen one.
-        tau: Temperature of the confidence that ranks the samples.
+        temperature: The chosen sampling temperature.
+        tau: Temperature of the confidence by which the most confident sample was chosen.
         k: Number of samples of each question.
         questions: Number of questions.
-        accuracy: Temperature as text -> accuracy of the most confident of k samples.
-        fallback_rate: Temperature as text -> share of forced answers among all samples.
+        accuracy: Sampling temperature as text -> accuracy of the most confident of k samples.
+        fallback_rate: Sampling temperature as text -> share of forced answers among all samples.
     """
 
     temperature: float
@@ -242,11 +253,12 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
     """Choose the sampling temperature at which the most confident of k samples is right most often.
 
     Args:
-        predictions: The same questions and k samples of each at every temperature.
-        tau: Temperature of the confidence that ranks the samples.
+        predictions: Samples at one or more sampling temperatures: at each of them, k samples of the same questions.
+        tau: Temperature at which the confidence of each sample is computed, see `confidence_at`. It does not depend on
+            the sampling temperature.
 
     Returns:
-        The best temperature of the predictions, in a tie the lowest one, and what was measured at every temperature.
+        The best sampling temperature, in a tie the lowest one, and what was measured at every temperature.
 
     Raises:
         ValueError: There are no predictions, or those of one temperature cannot be gathered, see `gather_candidates`.
@@ -266,7 +278,8 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
         candidates = gather_candidates(samples, tau)
         candidates_at[temperature] = candidates
         choice = RULES[MOST_CONFIDENT](candidates)
-        accuracy[str(temperature)] = float(candidates.right(choice.place).mean())
+        is_right = candidates.right(choice.place)
+        accuracy[str(temperature)] = float(is_right.mean())
         fallback_rate[str(temperature)] = fmean(prediction.is_forced for prediction in samples)
 
     # The lowest temperature comes first, and `max` returns the first of equals.
@@ -282,7 +295,7 @@ class ChosenSamples(NamedTuple):
     """The chosen sample of every question.
 
     Attributes:
-        place: (Q,) index of the chosen sample among the candidates.
+        place: (Q,) index of the chosen sample, from 0 to k - 1.
         confidence: (Q,) confidence of the choice.
     """
 
@@ -305,7 +318,7 @@ def _pick_likeliest(candidates: Candidates) -> ChosenSamples:
 
 
 def _pick_by_tokens(candidates: Candidates, rule: str) -> ChosenSamples:
-    if rule not in candidates.tokens:
+    if rule not in candidates.tokens:  # `gather_candidates` leaves out a score that no sample has
         raise ValueError(f"{rule} needs the candidates of every token, which only servers give")
     return _pick_highest(candidates, candidates.tokens[rule])
 
@@ -313,7 +326,7 @@ def _pick_by_tokens(candidates: Candidates, rule: str) -> ChosenSamples:
 def _compare_labels(candidates: Candidates) -> Bools:
     """Return at [q, i, j] whether samples i and j of question q have the same label. (Q, k) -> (Q, k, k).
 
-    A sample without a label is not even equal to itself, because it has no vote.
+    A sample without a label equals no sample, not even itself.
     """
     is_equal = candidates.label[:, :, None] == candidates.label[:, None, :]
     has_label = candidates.label >= 0
@@ -324,27 +337,32 @@ class _Support(NamedTuple):
     """The votes for each label.
 
     Attributes:
-        of_samples: (Q, k) votes for the label of each sample; -1 for a sample without a label.
+        votes_for_label: (Q, k) total weight of the votes for the label of each sample; -1 for a sample without a label.
         winner: (Q,) index of the first sample with the winning label.
     """
 
-    of_samples: Floats
+    votes_for_label: Floats
     winner: Ints
 
 
 def _sum_votes(candidates: Candidates, weight: Floats) -> _Support:
     """Add up the votes for each label; in a tie, the label that was sampled first wins.
 
-    Sums that differ by at most 1e-12 count as equal, because the order of addition may change the last bits.
-
     Args:
-        candidates: (Q, k).
+        candidates: The samples, (Q, k).
         weight: (Q, k), the weight of each sample's vote.
+
+    Returns:
+        The votes, and the winner. Sums that differ by at most ROUNDING count as a tie. If no sample has a label, the
+        winner is sample 0.
     """
-    votes = (_compare_labels(candidates) * weight[:, None, :]).sum(axis=2)
-    support = np.where(candidates.label >= 0, votes, -1.0)  # no label: never the winner
-    has_most = support >= support.max(axis=1, keepdims=True) - ROUNDING
-    return _Support(support, winner=has_most.argmax(axis=1))
+    has_same_label = _compare_labels(candidates)
+    votes = (has_same_label * weight[:, None, :]).sum(axis=2)
+    # -1 is below the votes for any label, so that a sample without a label cannot win.
+    votes_for_label = np.where(candidates.label >= 0, votes, -1.0)
+    most_votes = votes_for_label.max(axis=1, keepdims=True)
+    has_most_votes = votes_for_label >= most_votes - ROUNDING
+    return _Support(votes_for_label, winner=has_most_votes.argmax(axis=1))
 
 
 def _pick_by_vote(candidates: Candidates, rule: str) -> ChosenSamples:
@@ -354,10 +372,10 @@ def _pick_by_vote(candidates: Candidates, rule: str) -> ChosenSamples:
     """
     weight = VOTES[rule](candidates)
     support = _sum_votes(candidates, weight)
-    winning = support.of_samples[np.arange(len(weight)), support.winner]
+    winning_votes = support.votes_for_label[np.arange(len(weight)), support.winner]
     total = weight.sum(axis=1)
-    share = np.divide(winning, total, out=np.zeros(len(total)), where=total > 0)
-    return ChosenSamples(support.winner, np.clip(share, 0.0, 1.0))
+    share = np.divide(winning_votes, total, out=np.zeros(len(total)), where=total > 0)
+    return ChosenSamples(support.winner, np.clip(share, 0.0, 1.0))  # without a label, the votes are -1
 
 
 def _weigh_equally(candidates: Candidates) -> Floats:
@@ -377,7 +395,7 @@ RULES: dict[str, Callable[[Candidates], ChosenSamples]] = {
     MOST_CONFIDENT: _pick_most_confident,
     **{rule: partial(_pick_by_vote, rule=rule) for rule in VOTES},
     LIKELIEST: _pick_likeliest,
-    **{rule: partial(_pick_by_tokens, rule=rule) for rule in TOKENS},
+    **{rule: partial(_pick_by_tokens, rule=rule) for rule in TOKEN_SCORES},
 }
 
 
@@ -390,17 +408,17 @@ def samples_still_needed(
     k: int,
     stop: float = 1.0,
 ) -> Ints:
-    """Return how many more samples the choice needs at least after the first m of k; 0 means that it is settled.
+    """Return the smallest number of further samples after which the choice may be settled; 0 if it already is.
 
-    A vote is settled when the remaining samples cannot change it. Then the winner's lead over every rival exceeds the
-    number of remaining samples, or equals it if the winner was sampled before the rival. The most confident sample is
-    settled when its confidence reaches `stop`. Other rules need all k samples.
+    m of up to k samples have been taken. A vote is settled when the remaining samples cannot change it: the winner's
+    lead over every other label exceeds the number of remaining samples, or equals it if the winner was sampled first.
+    The most confident sample is settled when its confidence reaches `stop`. Other rules need all k samples.
 
     Args:
-        candidates: (Q, m), the samples so far; m may be 0.
+        candidates: The samples so far, (Q, m); m may be 0.
         rule: A name of RULES.
         k: Maximum number of samples per question.
-        stop: Confidence in [0, 1] at which the most confident sample is settled.
+        stop: Confidence in [0, 1] at which the most confident sample is settled. Other rules ignore it.
 
     Returns:
         (Q,) whole numbers from 0 to k - m.
@@ -409,12 +427,14 @@ def samples_still_needed(
     remaining = k - taken
     if rule == MOST_CONFIDENT:
         highest = candidates.confidence.max(axis=1, initial=-1.0)  # -1 without samples: below every `stop`
-        return np.where(highest >= stop, 0, min(remaining, 1))
+        one_more = min(remaining, 1)
+        return np.where(highest >= stop, 0, one_more)
     if rule not in VOTES:
         return np.full(questions, remaining)
     if taken == 0:
-        # A label that gets the first half of the k votes, each of weight 1, cannot be overtaken, because it wins ties.
-        return np.full(questions, (remaining + 1) // 2)
+        # If the first half of the k samples agrees, other labels can at most tie, and the first label wins ties.
+        half_rounded_up = (k + 1) // 2
+        return np.full(questions, half_rounded_up)
     return _votes_still_needed(candidates, VOTES[rule](candidates), remaining)
 
 
@@ -423,25 +443,35 @@ def _votes_still_needed(
     weight: Floats,
     remaining: int,
 ) -> Ints:
-    """Return how many of the remaining votes are needed at least to settle a vote. (Q, m) -> (Q,).
+    """Return the smallest number of further votes after which a vote may be settled; 0 if it already is.
 
-    Every remaining vote is assumed to have weight 1, the maximum.
+    This is the number if all further votes are for the present winner. Every further vote counts 1, the maximum.
+
+    Args:
+        candidates: The samples so far, (Q, m), m >= 1.
+        weight: (Q, m), the weight of each sample's vote.
+        remaining: Number of samples that are left.
+
+    Returns:
+        (Q,) whole numbers from 0 to `remaining`.
     """
-    support, winner = _sum_votes(candidates, weight)
-    winning_label = np.take_along_axis(candidates.label, winner[:, None], axis=1)
-    is_rival = (candidates.label != winning_label) & (candidates.label >= 0)
-    # At the winner's own samples the rival is a label that has not been sampled yet: it has 0 votes.
-    rival_support = np.where(is_rival, support, 0.0)
-    winning_support = support.max(axis=1, keepdims=True).clip(min=0.0)  # -1 if no sample has a label
-    lead = winning_support - rival_support
+    support = _sum_votes(candidates, weight)
+    winner = support.winner[:, None]
+    winning_label = np.take_along_axis(candidates.label, winner, axis=1)
+    is_for_rival = (candidates.label != winning_label) & (candidates.label >= 0)
+    # Each sample stands for one rival of the winner: its own label or, for a sample of the winner or without a label, a
+    # label that has not been sampled yet and has no votes.
+    rival_votes = np.where(is_for_rival, support.votes_for_label, 0.0)
+    winning_votes = support.votes_for_label.max(axis=1, keepdims=True).clip(min=0.0)  # -1 if no sample has a label
+    lead = winning_votes - rival_votes
     first_of_label = _compare_labels(candidates).argmax(axis=2)
-    rival_wins_ties = is_rival & (first_of_label < winner[:, None])
-    # After b more votes for the winner, it leads by lead + b, and remaining - b votes are left. The lead must exceed
-    # them, or only equal them if the winner was sampled before the rival.
+    rival_wins_ties = is_for_rival & (first_of_label < winner)
+    # After b more votes for the winner, it leads by lead + b, and remaining - b votes are left. If the rival wins ties,
+    # the lead must exceed these votes: b > (remaining - lead) / 2. Otherwise, b >= (remaining - lead) / 2 is enough.
     exceeds_already = lead > remaining + ROUNDING
-    to_exceed = np.where(exceeds_already, 0.0, np.floor((remaining - lead + ROUNDING) / 2) + 1)
-    to_reach = np.maximum(0.0, np.ceil((remaining - lead - ROUNDING) / 2))
-    needed = np.where(rival_wins_ties, to_exceed, to_reach).max(axis=1)
+    votes_to_exceed = np.where(exceeds_already, 0.0, np.floor((remaining - lead + ROUNDING) / 2) + 1)
+    votes_to_reach = np.maximum(0.0, np.ceil((remaining - lead - ROUNDING) / 2))
+    needed = np.where(rival_wins_ties, votes_to_exceed, votes_to_reach).max(axis=1)
     return np.asarray(np.minimum(needed, remaining), dtype=np.intp)
 
 
@@ -452,10 +482,13 @@ def choose_adaptively(
 ) -> tuple[ChosenSamples, Ints]:
     """Choose one of up to k samples, which are taken one after another until the choice is settled.
 
+    At least one sample is taken. `samples_still_needed` defines when a choice is settled.
+
     Args:
-        candidates: (Q, k).
+        candidates: All samples, (Q, k), in the order in which they are taken.
         rule: A name of RULES.
-        stop: See `samples_still_needed`; None takes all k samples.
+        stop: Confidence in [0, 1] at which the most confident sample is settled; votes ignore it. None takes all k
+            samples, whatever the rule.
 
     Returns:
         The choice, and how many samples were taken, (Q,).
@@ -465,7 +498,7 @@ def choose_adaptively(
     taken = np.full(len(candidates.questions), k)
     if stop is None:
         return choice, taken
-    # Counts decrease, so that the smallest count at which a question is settled is written last.
+    # Counts decrease, so that for each question, the smallest count at which it is settled overwrites larger ones.
     for count in range(k - 1, 0, -1):
         first_samples = candidates.at(np.arange(count))
         is_settled = samples_still_needed(first_samples, rule, k, stop) == 0
@@ -479,13 +512,13 @@ def choose_adaptively(
 
 
 def choose_stop(candidates: Candidates) -> float:
-    """Choose the confidence at which sampling may stop without fewer right answers than with all k samples.
+    """Choose the confidence at which sampling may stop with as many right answers as with all k samples.
 
-    The rule is the most confident sample. STOPS are tried from 1 downwards, and the last one before the number of right
-    answers falls is returned.
+    The rule is the most confident sample. The confidences of STOPS are tried from 1 downwards, until one gives fewer
+    right answers than all k samples. The one before it is returned.
 
     Args:
-        candidates: (Q, k) of validation questions.
+        candidates: The samples of validation questions, (Q, k).
 
     Returns:
         A confidence in [0, 1].
@@ -494,8 +527,9 @@ def choose_stop(candidates: Candidates) -> float:
     right_with_all = candidates.right(choice_of_all.place).sum()
     lowest_stop = 1.0
     for stop in reversed(STOPS):
-        choice, _ = choose_adaptively(candidates, MOST_CONFIDENT, stop)
-        if candidates.right(choice.place).sum() < right_with_all:
+        choice, _taken = choose_adaptively(candidates, MOST_CONFIDENT, stop)
+        right_with_stop = candidates.right(choice.place).sum()
+        if right_with_stop < right_with_all:
             break
         lowest_stop = stop
     return lowest_stop
@@ -505,10 +539,15 @@ def choose_stop(candidates: Candidates) -> float:
 
 
 def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
-    """Return subsets of k of n sample numbers: all of them, or up to MOST_SUBSETS random ones if there are more.
+    """Return the subsets with k of the numbers 0 to n - 1: all, or up to MAX_SUBSETS random ones if there are more.
+
+    Args:
+        n: Number of samples per question.
+        k: Number of samples in a subset.
 
     Returns:
-        (S, k) sample numbers, increasing within a subset, S <= MOST_SUBSETS; and whether these are all C(n, k) subsets.
+        The S <= MAX_SUBSETS different subsets, (S, k), with increasing numbers in each; and whether these are all of
+        the C(n, k) subsets. Random subsets are the same in every call.
 
     Raises:
         ValueError: k is not in [1, n].
@@ -518,14 +557,17 @@ def draw_subsets(n: int, k: int) -> tuple[Ints, bool]:
     """
     if not 1 <= k <= n:
         raise ValueError(f"k is {k}, there are {n} samples per question")
-    if comb(n, k) <= MOST_SUBSETS:
+    if comb(n, k) <= MAX_SUBSETS:
         return np.array(list(combinations(range(n), k)), dtype=np.intp), True
-    rng = np.random.default_rng(0)  # the same subsets for every file
+    rng = np.random.default_rng(0)
     drawn: dict[tuple[int, ...], None] = {}  # a set that keeps its order
-    for _ in range(4 * MOST_SUBSETS):  # some draws repeat a subset
+    # Draws may repeat a subset. If there are hardly more than MAX_SUBSETS, new subsets become rare, so the number of
+    # draws is limited: of the C(14, 5) = 2002 subsets, these draws find 1964.
+    max_draws = 4 * MAX_SUBSETS
+    for _ in range(max_draws):
         subset = rng.choice(n, k, replace=False).tolist()
         drawn[tuple(sorted(subset))] = None
-        if len(drawn) == MOST_SUBSETS:
+        if len(drawn) == MAX_SUBSETS:
             break
     return np.array(list(drawn), dtype=np.intp), False
 
@@ -538,50 +580,54 @@ def measure_rules(
 ) -> list[Selected]:
     """Measure every rule that chooses one of k samples, and for comparison a random sample and the oracle.
 
-    The oracle is right if any of the k samples is. A question's accuracy is its mean over subsets; the interval is over
-    questions. The ECE is computed on each subset and then averaged.
+    Each rule chooses a sample from every subset of k samples, see `draw_subsets`. The oracle is right if any of the k
+    samples is. A question's accuracy is its mean over subsets; the interval is over questions. The ECE is computed on
+    each subset and then averaged.
 
     Args:
-        candidates: (Q, n), n >= k.
+        candidates: The samples, (Q, n), n >= k.
         k: Number of samples to choose from.
         seed: Seed of the bootstrap.
 
     Returns:
-        One row per rule, then the random sample and the oracle. A rule is left out if no sample has its score.
+        The result of each rule, then of the random sample and of the oracle. A rule is left out if no sample has its
+        score.
 
     Raises:
         ValueError: k is not in [1, n].
     """
     subsets, is_exhaustive = draw_subsets(candidates.label.shape[1], k)
-    parts = [candidates.at(subset) for subset in subsets]
-    rows = []
+    candidates_of_subsets = [candidates.at(subset) for subset in subsets]
+    results = []
     for rule in _usable_rules(candidates):
-        rights = []
+        right_by_subset = []
         eces = []
-        for part in parts:
-            choice = RULES[rule](part)
-            right = part.right(choice.place)
-            rights.append(right)
-            eces.append(ece(choice.confidence, right))
-        rows.append(_summarise_rule(rule, k, rights, eces, exact=is_exhaustive, seed=seed))
+        for samples in candidates_of_subsets:
+            choice = RULES[rule](samples)
+            is_right = samples.right(choice.place)
+            right_by_subset.append(is_right)
+            eces.append(ece(choice.confidence, is_right))
+        results.append(_summarise_rule(rule, k, right_by_subset, eces, exact=is_exhaustive, seed=seed))
 
-    rows.append(_measure_random_sample(candidates, k, seed=seed))
+    results.append(_measure_random_sample(candidates, k, seed=seed))
 
-    any_right = [np.asarray(part.correct.any(axis=1)) for part in parts]
-    rows.append(_summarise_rule(ORACLE, k, any_right, [nan], exact=is_exhaustive, seed=seed))
-    return rows
+    any_is_right = [np.asarray(samples.correct.any(axis=1)) for samples in candidates_of_subsets]
+    no_confidence = [nan]
+    results.append(_summarise_rule(ORACLE, k, any_is_right, no_confidence, exact=is_exhaustive, seed=seed))
+    return results
 
 
 def _measure_random_sample(candidates: Candidates, k: int, *, seed: int) -> Selected:
     """Measure the choice of one random sample.
 
-    A random sample of a random subset is a random one of all n samples, so each of the n counts as a subset.
+    A random sample of a random subset is a random one of all n samples. Therefore, n subsets of one sample each are
+    used instead of subsets of k samples.
     """
-    rights = list(candidates.correct.T)
+    right_by_sample = list(candidates.correct.T)
     eces = []
-    for confidence, right in zip(candidates.confidence.T, rights, strict=True):
-        eces.append(ece(confidence, right))
-    return _summarise_rule(RANDOM, k, rights, eces, exact=True, seed=seed)
+    for confidence, is_right in zip(candidates.confidence.T, right_by_sample, strict=True):
+        eces.append(ece(confidence, is_right))
+    return _summarise_rule(RANDOM, k, right_by_sample, eces, exact=True, seed=seed)
 
 
 def _usable_rules(candidates: Candidates) -> list[str]:
@@ -590,7 +636,7 @@ def _usable_rules(candidates: Candidates) -> list[str]:
     for rule in RULES:
         if rule == LIKELIEST and np.isnan(candidates.logprob).all():
             continue
-        if rule in TOKENS and rule not in candidates.tokens:
+        if rule in TOKEN_SCORES and rule not in candidates.tokens:
             continue
         rules.append(rule)
     return rules
@@ -599,7 +645,7 @@ def _usable_rules(candidates: Candidates) -> list[str]:
 def _summarise_rule(
     rule: str,
     k: int,
-    rights: Sequence[Bools],
+    right_by_subset: Sequence[Bools],
     eces: Sequence[float],
     *,
     exact: bool,
@@ -610,13 +656,14 @@ def _summarise_rule(
     Args:
         rule: Name of the rule.
         k: Number of samples to choose from.
-        rights: For each subset, whether each question's choice is right, (Q,).
+        right_by_subset: For each subset, whether each question's choice is right, (Q,).
         eces: The ECE of each subset; a single nan for a rule without a confidence.
         exact: Whether these are all subsets.
         seed: Seed of the bootstrap.
     """
-    right_share = np.asarray(np.mean(rights, axis=0, dtype=np.float64))
-    interval = ratio_interval(right_share, np.ones_like(right_share), level=LEVEL, seed=seed)
+    right_share = np.asarray(np.mean(right_by_subset, axis=0, dtype=np.float64))  # of each question, (Q,)
+    each_once = np.ones_like(right_share)
+    interval = ratio_interval(right_share, each_once, level=LEVEL, seed=seed)
     return Selected(
         rule,
         k,
@@ -625,19 +672,23 @@ def _summarise_rule(
         high=interval.high,
         ece=float(np.mean(eces)),
         questions=len(right_share),
-        subsets=len(rights),
+        subsets=len(right_by_subset),
         exact=exact,
     )
 
 
 def within_questions(candidates: Candidates, *, seed: int = 0) -> Within:
-    """Return the AUROC of the confidence among samples of the same question; above a half, it helps to choose one.
+    """Return the AUROC of the confidence among samples of the same question.
 
-    It is computed from all n samples and does not depend on k. A sample without an answer counts as wrong.
+    Choosing the most confident sample helps only if it is above a half. It is computed from all n samples and does not
+    depend on k. A sample without an answer counts as wrong.
 
     Args:
-        candidates: (Q, n).
+        candidates: The samples, (Q, n).
         seed: Seed of the bootstrap.
+
+    Returns:
+        The AUROC with its interval over questions.
     """
     question_of_sample = np.repeat(candidates.questions, candidates.label.shape[1]).tolist()
     return auroc_within(

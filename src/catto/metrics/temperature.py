@@ -1,12 +1,13 @@
 """Fit and apply a temperature to stored predictions, without running a model.
 
-A prediction stores log p_1(j) of every label and, on a grid of tau, L(tau) = logsumexp(z / tau) - max(z) / tau. Since
-z_j - max(z) = log p_1(j) + L(1), the full-vocabulary log-probability at any tau is
+The logits z of the whole vocabulary are not stored. A prediction stores the log-probability log p_1(j) of every label j
+at temperature 1 and, on a grid of tau, L(tau) = logsumexp(z / tau) - max(z) / tau. The margin of a label,
+z_j - max(z), is log p_1(j) + L(1). Its log-probability among the whole vocabulary at any tau is therefore
 
     log p_tau(j) = (log p_1(j) + L(1)) / tau - L(tau)
 
-Among the labels alone (`normalized`), L(tau) is the log-sum-exp over the labels of log p_1(j) / tau instead. The
-probability of other tokens does not count, and no grid is needed.
+Among the labels alone (`normalized`), the log-probability is log p_1(j) / tau minus the log-sum-exp of these numbers
+over the labels. The probability of other tokens does not count, and no grid is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from catto.metrics.binning import Floats
 from catto.metrics.calibrators import NO_LABEL, TAU_RANGE, Temperature, pad_label_logprobs
 from catto.records import Prediction
 
-ONE = TAU_GRID.index(1.0)  # position of tau 1 on the grid
+INDEX_OF_TAU_1 = TAU_GRID.index(1.0)
 # The share of a sum that float64 cannot distinguish from 0.
 ROUNDING = 1e-15
 
@@ -39,13 +40,13 @@ def confidence_at(
 
     Args:
         prediction: One prediction.
-        tau: Temperature; for `raw`, within the range of the grid. The result is exact if tau is on the grid; between
-            grid points, see `at_tau`.
-        kind: `raw` is the probability among the whole vocabulary and needs `logsumexp`, except at tau 1. `normalized`
-            is the probability among the labels and needs `label_logprobs`.
+        tau: Temperature above 0. For `raw`, it must be within the range of TAU_GRID; the result is exact on the grid,
+            and interpolated between its points (see `at_tau` for the accuracy).
+        kind: `raw` is the probability among the whole vocabulary and needs the field `logsumexp`, except at tau 1.
+            `normalized` is the probability among the labels and needs the field `label_logprobs`.
 
     Returns:
-        A number in [0, 1]. A prediction without an answer keeps its stated confidence.
+        A number in [0, 1]. A prediction without an answer keeps its stated confidence, whatever tau is.
 
     Raises:
         ValueError: A field that `kind` needs is missing, or tau is out of range.
@@ -62,9 +63,10 @@ def confidence_at(
     if stated == 0.0:  # it has no logarithm, and it stays 0 at every temperature
         return stated
     margins, curve = _read_margins(prediction)
-    own_margin = log(stated) + float(curve[ONE])  # log p_1 + L(1), as in the module docstring
-    log_sum = float(at_tau(margins, curve, tau))
-    return min(1.0, exp(own_margin / tau - log_sum))
+    # log p_tau = (log p_1 + L(1)) / tau - L(tau), where the curve contains L on TAU_GRID.
+    own_margin = log(stated) + float(curve[INDEX_OF_TAU_1])
+    log_probability = own_margin / tau - float(at_tau(margins, curve, tau))
+    return min(1.0, exp(log_probability))  # rounding may give more than 1
 
 
 def _normalized_confidence(
@@ -94,7 +96,7 @@ class _Margins(NamedTuple):
 
     Attributes:
         margins: (K,) known logits minus the largest logit of the vocabulary.
-        curve: (G,) L on TAU_GRID.
+        curve: L at each of the G temperatures of TAU_GRID, (G,).
     """
 
     margins: Floats
@@ -102,7 +104,7 @@ class _Margins(NamedTuple):
 
 
 def _read_margins(prediction: Prediction) -> _Margins:
-    """Read the margins and the curve of a prediction.
+    """Read the margins and the curve of a prediction; ValueError if the curve is incomplete.
 
     The known logits are those of the labels; without `label_logprobs`, only that of the answer.
     """
@@ -115,7 +117,8 @@ def _read_margins(prediction: Prediction) -> _Margins:
         logprobs = [log(stated_confidence(prediction))]
     else:
         logprobs = list(prediction.label_logprobs.values())
-    return _Margins(np.array(logprobs, dtype=np.float64) + float(curve[ONE]), curve)
+    margins = np.array(logprobs, dtype=np.float64) + float(curve[INDEX_OF_TAU_1])
+    return _Margins(margins, curve)
 
 
 def at_tau(
@@ -123,16 +126,20 @@ def at_tau(
     curve: Floats,
     tau: float,
 ) -> Floats:
-    """Return L(tau), the normaliser of the full vocabulary in the module docstring, from the stored grid.
+    """Return L(tau) = log sum_j exp(margin_j / tau) over the whole vocabulary, from its values on a grid of tau.
 
-    Between grid points, the part of the sum that the known logits do not explain, log(exp L - sum_j exp(margin_j /
-    tau)), is interpolated by a cubic spline in log tau. It is smooth even where the sum shifts from one token to many.
+    The margin of a token is its logit minus the largest logit of the vocabulary. Only K margins are known, but on the
+    grid, L and thus the whole sum are known. Between grid points, the terms of the K tokens are computed. The logarithm
+    of the rest of the sum is interpolated by a cubic spline in log tau, because it is smooth even where the sum shifts
+    from one token to many.
+
     The error of a label's probability was measured on 200 random vocabularies of 1,000 to 50,000 logits and 400 taus.
-    The largest error was 7e-4, the mean of the largest 1e-4. A spline of L itself was wrong by up to 2.2e-2.
+    The largest error of all was 7e-4; the largest error of a vocabulary was 1e-4 on average. A spline of L itself was
+    wrong by up to 2.2e-2.
 
     Args:
-        margins: (..., K) known logits minus the largest logit of the vocabulary.
-        curve: (..., G) L on TAU_GRID.
+        margins: (..., K) known margins.
+        curve: (..., G) L at each of the G temperatures of TAU_GRID.
         tau: A temperature within the range of the grid.
 
     Returns:
@@ -152,7 +159,7 @@ def at_tau(
     grid = np.array(TAU_GRID)
     known_on_grid = np.exp(margins[..., None, :] / grid[:, None]).sum(axis=-1)
     total_on_grid = np.exp(curve)
-    # Rounding may reduce the rest to 0, which has no logarithm.
+    # If the known margins are nearly the whole sum, rounding may make the rest 0 or negative.
     rest_on_grid = np.maximum(total_on_grid - known_on_grid, ROUNDING * total_on_grid)
     log_rest = np.log(rest_on_grid) @ _spline_weights(float(tau))
     known = np.exp(margins / tau).sum(axis=-1)
@@ -161,10 +168,10 @@ def at_tau(
 
 @lru_cache(maxsize=1024)
 def _spline_weights(tau: float) -> Floats:
-    """Return the weights, (G,), with which values on the grid add up to their spline at tau."""
+    """Return weights (G,): `values @ weights` is the value at tau of the spline through values on the grid, (G,)."""
     from scipy.interpolate import CubicSpline
 
-    # A spline is linear in its values, so the splines of the unit vectors are the weights.
+    # A spline is linear in its values, so the splines through the unit vectors give the weights.
     spline_of_units = CubicSpline(np.log(TAU_GRID), np.eye(len(TAU_GRID)))
     return np.asarray(spline_of_units(log(tau)))
 
@@ -176,10 +183,10 @@ class Scaling:
     Attributes:
         tau: The temperature.
         nll_at_one: Mean NLL of the gold label at temperature 1.
-        nll: The same at tau.
-        rows: Number of rows used.
-        left_out: Number of rows without log-probabilities.
-        at_edge: Whether tau is an end of the stored grid, or of TAU_RANGE; the best tau may lie beyond it.
+        nll: Mean NLL of the gold label at tau.
+        rows: Number of predictions used.
+        left_out: Number of predictions without the fields that the fit needs.
+        at_edge: Whether tau is an end of the range of the search; the best tau may lie beyond it.
     """
 
     tau: float
@@ -198,7 +205,9 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
 
     Args:
         predictions: Validation predictions; those without the fields that `kind` needs are left out.
-        kind: As in `confidence_at`. For `normalized`, the fit is that of `Temperature.fit_labels`.
+        kind: `raw` for probabilities among the whole vocabulary, which need the fields `label_logprobs` and
+            `logsumexp`. tau is then within TAU_GRID. `normalized` for probabilities among the labels, which need
+            `label_logprobs` only. tau is then that of `Temperature.fit_labels`, within TAU_RANGE.
 
     Returns:
         The fitted tau, and the NLL at temperature 1 and at tau.
@@ -212,18 +221,18 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
     scores = _gather_scores(usable, kind)
 
     def mean_nll(tau: float) -> float:
-        if scores.curves is None:  # `normalized`
+        if scores.curves is None:  # kind is `normalized`
             log_sum = logsumexp(scores.margins / tau, axis=1)
         else:
             log_sum = at_tau(scores.margins, scores.curves, tau)
         return float(np.mean(log_sum - scores.gold / tau))
 
-    if scores.curves is None:  # `normalized`
-        ends = TAU_RANGE
-        tau = _fit_among_labels(usable)
-    else:
+    if kind == "raw":
         ends = (TAU_GRID[0], TAU_GRID[-1])
         tau = _minimise_on_range(mean_nll, ends)
+    else:
+        ends = TAU_RANGE
+        tau = _fit_among_labels(usable)
     return Scaling(
         tau,
         nll_at_one=mean_nll(1.0),
@@ -251,7 +260,7 @@ def _fit_among_labels(predictions: Sequence[Prediction]) -> float:
     rows = []
     golds = []
     for prediction in predictions:
-        rows.append(prediction.label_logprobs or {})
+        rows.append(prediction.label_logprobs or {})  # never None here, see `_select_usable`
         golds.append(prediction.gold)
     table, gold_index = pad_label_logprobs(rows, golds)
     # A stored probability may be 0; its logarithm must be finite.
@@ -260,7 +269,7 @@ def _fit_among_labels(predictions: Sequence[Prediction]) -> float:
 
 
 def _minimise_on_range(mean_nll: Callable[[float], float], ends: tuple[float, float]) -> float:
-    """Return the tau between two ends that has the lowest NLL; an end if its NLL is lower."""
+    """Return the tau between two ends, or at one of them, that has the lowest NLL."""
     from scipy.optimize import minimize_scalar
 
     best = minimize_scalar(
@@ -269,16 +278,19 @@ def _minimise_on_range(mean_nll: Callable[[float], float], ends: tuple[float, fl
         method="bounded",
         options={"xatol": 1e-7},
     )
-    return min((exp(float(best.x)), *ends), key=mean_nll)
+    # The search comes close to the ends but never tries them.
+    best_inside = exp(float(best.x))
+    return min((best_inside, *ends), key=mean_nll)
 
 
 class _GoldScores(NamedTuple):
     """The label scores of N predictions, from which the NLL at any tau is computed.
 
     Attributes:
-        margins: (N, K) scores of the labels, padded with -inf.
+        margins: (N, K) scores of the labels: margins for `raw`, log-probabilities for `normalized`. Rows with fewer
+            than K labels are padded with -inf.
         gold: (N,) score of the gold label.
-        curves: (N, G) L on TAU_GRID; None among the labels alone, which need no grid.
+        curves: For `raw`, L at each of the G temperatures of TAU_GRID, (N, G); None for `normalized`.
     """
 
     margins: Floats
@@ -287,21 +299,21 @@ class _GoldScores(NamedTuple):
 
 
 def _gather_scores(predictions: Sequence[Prediction], kind: Rescaled) -> _GoldScores:
-    """Collect the scores: margins for `raw`, label log-probabilities for `normalized`."""
-    widest = max(len(prediction.label_logprobs or ()) for prediction in predictions)
-    margins = np.full((len(predictions), widest), -np.inf)
+    """Collect the scores of predictions with the fields that `kind` needs; ValueError if a gold label has no score."""
+    most_labels = max(len(prediction.label_logprobs or ()) for prediction in predictions)
+    margins = np.full((len(predictions), most_labels), -np.inf)
     gold = np.empty(len(predictions))
     curves = []
     for row, prediction in enumerate(predictions):
-        known = prediction.label_logprobs or {}
-        if prediction.gold not in known:
+        logprob_of_label = prediction.label_logprobs or {}
+        if prediction.gold not in logprob_of_label:
             raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
-        scores = np.array(list(known.values()))
+        scores = np.array(list(logprob_of_label.values()))
         if kind == "raw":
-            scores, curve = _read_margins(prediction)
+            scores, curve = _read_margins(prediction)  # of the same labels, in the same order
             curves.append(curve)
-        margins[row, : len(known)] = scores
-        gold[row] = scores[list(known).index(prediction.gold)]
+        margins[row, : len(scores)] = scores
+        gold[row] = scores[list(logprob_of_label).index(prediction.gold)]
     return _GoldScores(margins, gold, np.stack(curves) if curves else None)
 
 
@@ -313,9 +325,15 @@ def rescale_predictions(
     """Return the same answers with their confidence at tau.
 
     Args:
-        predictions: Any predictions; their own confidence is kept as `confidence_raw`.
-        tau: Temperature.
-        kind: As in `confidence_at`.
+        predictions: Any predictions.
+        tau: Temperature, as in `confidence_at`.
+        kind: `raw` or `normalized`, as in `confidence_at`.
+
+    Returns:
+        Copies of the predictions. `confidence_raw` keeps the stated confidence.
+
+    Raises:
+        ValueError: A field that `kind` needs is missing, or tau is out of range.
     """
     changed = []
     for prediction in predictions:

@@ -20,7 +20,7 @@ class VectorFit:
     Attributes:
         scaling: The calibrator.
         nll_unscaled: Mean NLL of the gold label among the labels, before scaling.
-        nll: The same after scaling.
+        nll: Mean NLL of the gold label among the labels, after scaling.
         rows: Number of predictions used.
         left_out: Number of predictions without label log-probabilities.
     """
@@ -43,7 +43,8 @@ def fit_vector(predictions: Sequence[Prediction]) -> VectorFit:
         The fitted scaling, and the NLL before and after it.
 
     Raises:
-        ValueError: No prediction has `label_logprobs`, the labels differ, or a gold label is not among them.
+        ValueError: No prediction has `label_logprobs`, two predictions have different labels, or a gold label is not
+            among the labels.
     """
     usable = []
     logprobs_of_labels = []
@@ -60,12 +61,13 @@ def fit_vector(predictions: Sequence[Prediction]) -> VectorFit:
             raise ValueError(f"{prediction.name}: gold {prediction.gold!r} is not among label_logprobs")
         gold.append(labels.index(prediction.gold))
     scaling = VectorScaling.fit_labels(logprobs, gold, labels)
+    # Weights of 1 and biases of 0 only normalise the log-probabilities over the labels.
     ones = (1.0,) * len(labels)
     zeros = (0.0,) * len(labels)
-    unscaled = VectorScaling(labels=labels, weights=ones, biases=zeros)
+    no_scaling = VectorScaling(labels=labels, weights=ones, biases=zeros)
     return VectorFit(
         scaling=scaling,
-        nll_unscaled=_mean_nll(unscaled.apply_labels(logprobs), gold),
+        nll_unscaled=_mean_nll(no_scaling.apply_labels(logprobs), gold),
         nll=_mean_nll(scaling.apply_labels(logprobs), gold),
         rows=len(usable),
         left_out=len(predictions) - len(usable),
@@ -77,7 +79,18 @@ def _mean_nll(log_probability: Floats, gold: Sequence[int]) -> float:
 
 
 def scale_by_vector(predictions: Sequence[Prediction], scaling: VectorScaling) -> list[Prediction]:
-    """Return the same answers with their scaled confidence; one without a label keeps its stated confidence."""
+    """Return the same answers with their scaled confidence.
+
+    Args:
+        predictions: Any predictions. One without a label keeps its stated confidence.
+        scaling: The fitted calibrator.
+
+    Returns:
+        Copies of the predictions. `confidence_raw` keeps the stated confidence.
+
+    Raises:
+        ValueError: A prediction has a label but no `label_logprobs`, or its labels are not those of the fit.
+    """
     scaled = []
     for prediction in predictions:
         stated = stated_confidence(prediction)
