@@ -153,9 +153,10 @@ class Response(Sampled):
 
 
 class Refusal(Sampled):
-    """A request without a usable reply, which is left out. `refused` is the reason in one line, without key or prompt.
+    """A request without a usable reply, which is left out.
 
-    `refused` is the first field, so that a refusal can be recognised by the beginning of its line.
+    `refused` is the reason in one line, without the API key and the prompt. It is the first field, so that a refusal
+    can be recognised by the beginning of its line.
     """
 
     refused: str
@@ -191,7 +192,9 @@ class SftRow(Record):
         unknown = [label for label in self.votes if label not in self.labels]
         if unknown:
             raise ValueError(f"votes name {unknown[0]!r}, which is not one of {', '.join(self.labels)}")
-        if min(self.votes.values(), default=0.0) < 0 or abs(sum(self.votes.values()) - 1) > 1e-6:
+        has_negative_share = min(self.votes.values(), default=0.0) < 0
+        sums_to_one = abs(sum(self.votes.values()) - 1) <= 1e-6  # False for NaN
+        if has_negative_share or not sums_to_one:
             raise ValueError(f"votes {self.votes} are not shares that sum to 1")
         return self
 
@@ -251,7 +254,7 @@ class Prediction(Sampled):
 
     @property
     def choice(self) -> str | None:
-        """The label or else the normalised answer, by which samples of a question are compared; None without either."""
+        """The label, or else the normalised answer, by which samples are compared; None if there is neither."""
         if self.label is not None:
             return self.label
         return self.answer
@@ -317,16 +320,16 @@ class FinalAnswer(Record):
 
     @property
     def choice(self) -> str | None:
-        """The label, or the answer if there is no label; None without either."""
+        """The label, or the answer if there is no label; None if there is neither."""
         return self.answer if self.label is None else self.label
 
 
 class PairLogprobs(Record):
     """The log-probabilities of the two responses of a preference pair under one model: sums over tokens, in nats.
 
-    Tokens at the beginning that both responses share are left out. They cancel in every difference of the two, where
-    rounding must not break a tie. The reasoning is the text before the label; its sums are None if both responses have
-    the same reasoning.
+    Tokens at the beginning that both responses share are left out: they cancel in the difference of the two sums, and
+    without them rounding cannot turn a tie into a difference. The reasoning is the text before the label; its sums are
+    None if both responses have the same reasoning.
     """
 
     question: str
@@ -365,18 +368,19 @@ _NAME = re.compile(r"(?=.*[^.])[A-Za-z0-9._+-]{1,64}", re.ASCII)
 
 
 def checked_name(name: str, what: str, plus: bool = False) -> str:
-    """Return the name if it is safe as a part of a path; otherwise raise ValueError.
+    """Return the name unchanged if it is safe as a part of a path; otherwise raise ValueError.
 
     Args:
         name: The name.
-        what: What is named, for the message.
+        what: What has this name, such as `task`; used in the message.
         plus: Whether `+` is allowed, as in `dpo+catto`.
 
     >>> checked_name("../escaped", "task")
     Traceback (most recent call last):
     ValueError: task name '../escaped': expected letters, digits and ._-, at most 64, not dots alone
     """
-    if not _NAME.fullmatch(name) or ("+" in name and not plus):
+    has_refused_plus = "+" in name and not plus
+    if not _NAME.fullmatch(name) or has_refused_plus:
         signs = "._-+" if plus else "._-"
         shown = shorten_text(repr(name), 80)
         raise ValueError(f"{what} name {shown}: expected letters, digits and {signs}, at most 64, not dots alone")
@@ -384,7 +388,7 @@ def checked_name(name: str, what: str, plus: bool = False) -> str:
 
 
 def content_hash(value: object, length: int = 16) -> str:
-    """Return a stable hex digest of any JSON value, which does not depend on the order of keys.
+    """Return the first `length` (at most 64) hex digits of a hash of any JSON value. The order of keys does not matter.
 
     >>> content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
     True

@@ -94,5 +94,6 @@ def test_rows_store_votes_only_where_they_have_some(tmp_path: Path) -> None:
     assert list(read_records(path, SftRow)) == [plain, voted]
     with pytest.raises(ValueError, match="votes name 'E'"):
         SftRow.model_validate({**plain.model_dump(), "votes": {"E": 1.0}})
-    with pytest.raises(ValueError, match="are not shares that sum to 1"):
-        SftRow.model_validate({**plain.model_dump(), "votes": {"A": 0.9}})
+    for votes in ({"A": 0.9}, {"A": -0.5, "B": 1.5}, {"A": float("nan"), "B": 0.5}):
+        with pytest.raises(ValueError, match="are not shares that sum to 1"):
+            SftRow.model_validate({**plain.model_dump(), "votes": votes})
