@@ -1,4 +1,4 @@
-"""Collect the predictions that can be browsed on the page; if there are too many, only a part of each cell."""
+"""Collect the predictions that can be browsed on the page; if there are too many, only some of each cell."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from catto.report.numbers import Cell
 MAX_ROWS = 20_000
 MAX_RESPONSE_CHARACTERS = 4_000  # longer responses are cut on the page, but not in the file of predictions
 # Flags of a row, as bits; browser.js has the same constants.
-RIGHT = 1
-FALLBACK = 2
-CUT = 4
-PLAIN = 8
+RIGHT = 1  # the answer counts as right
+FALLBACK = 2  # the answer was forced
+CUT = 4  # the response is longer than the page shows
+PLAIN = 8  # the answer was read from a response without answer tags
 
 
 class QuestionKey(NamedTuple):
@@ -62,7 +62,12 @@ class Browser:
     rows: list[BrowserRow] = field(default_factory=list)
 
     def add(self, cell: Cell, predictions: Sequence[Prediction]) -> None:
-        """Keep the cell's most surprising predictions: those whose confidence is furthest from the outcome (0 or 1)."""
+        """Add a cell, and as many of its predictions as fit.
+
+        All predictions are kept until there are more than `max_rows` in all cells. From then on, each cell keeps an
+        equal share of `max_rows`: its most surprising predictions, those whose confidence is furthest from the outcome
+        (0 or 1).
+        """
         cell_index = len(self.cells)
         self.cells.append(cell.model_dump(include={"task", "trained_on", "method", "budget", "seed"}))
         self.total += len(predictions)
@@ -72,7 +77,7 @@ class Browser:
         if has_too_many:
             kept = kept[:share]
         self.rows += [self._make_row(cell_index, prediction) for prediction in kept]
-        if has_too_many:  # cells added before there were too many still have all their rows
+        if has_too_many:  # cells that were added before there were too many may still have more rows than their share
             self.rows = _keep_share(self.rows, share)
 
     def data(self) -> dict[str, Any]:
@@ -97,7 +102,7 @@ class Browser:
         surprise = abs(prediction.confidence - self._is_right(prediction))
         return -surprise, prediction.question
 
-    def _make_row(self, cell: int, prediction: Prediction) -> BrowserRow:
+    def _make_row(self, cell_index: int, prediction: Prediction) -> BrowserRow:
         response = self._read_reasoning(prediction)
         flags = 0
         if self._is_right(prediction):
@@ -109,7 +114,7 @@ class Browser:
         if prediction.source == "plain":
             flags |= PLAIN
         return BrowserRow(
-            cell=cell,
+            cell=cell_index,
             question=QuestionKey(prediction.task, prediction.question, prediction.gold),
             answer=prediction.choice,
             confidence=round(prediction.confidence, 5),

@@ -41,6 +41,7 @@ from catto.tasks import TASKS
 
 __all__ = ["build_report", "read_experiment", "results_of_files", "write_cards"]
 
+# The metrics of a model card.
 REPORTED = ("accuracy", "ece", "brier")
 TAGS = ["calibration", "catto"]
 # The title of a dataset card begins with this; `write_cards` replaces only a README.md that has it.
@@ -56,16 +57,17 @@ def build_report(results: Results, folder: Path, out: Path, progress: ProgressCa
 
     Args:
         results: The experiment.
-        folder: Its folder.
-        out: Folder of the report. Numbers and figures of an earlier build with the same inputs are kept.
-        progress: Called with the number of finished measuring steps and their total.
+        folder: Folder of the experiment, to which its paths are relative.
+        out: Folder of the report. Numbers and figures of an earlier build in this folder are reused if their inputs are
+            the same.
+        progress: Called with the number of cells and groups that are measured, and their total.
 
     Returns:
-        Path of the page.
+        Path of the page, report.html.
     """
     experiment = read_experiment(results, folder)
-    known = read_numbers(out / "numbers.json")
-    numbers = measure_results(results, folder, experiment.answers, known, progress)
+    earlier = read_numbers(out / "numbers.json")
+    numbers = measure_results(results, folder, experiment.answers, earlier, progress)
     write_text(out / "numbers.json", numbers.model_dump_json(indent=1) + "\n")
     tables = build_tables(numbers, results)
     _write_tables(tables, out / "tables")
@@ -88,9 +90,14 @@ def _write_tables(tables: Sequence[Table], folder: Path) -> None:
 def _write_figures(
     results: Results, numbers: Numbers, answers: Sequence[CellAnswers], folder: Path
 ) -> list[tuple[Picture, str]]:
-    """Draw the figures that an earlier build has not drawn from the same inputs; return all, each with its SVG text."""
+    """Draw all figures, except those that an earlier build has drawn from the same inputs.
+
+    Returns:
+        All figures, each with the text of its SVG file.
+    """
     versions = [VERSION, library_versions("matplotlib")]
     cells = [cell.model_dump(mode="json") for cell in results.cells]
+    # The answers themselves are not hashed: the numbers contain hashes of their files.
     inputs_hash = content_hash([versions, numbers.model_dump(mode="json"), cells])
     hash_file = folder / "inputs.json"
     same_inputs = hash_file.exists() and inputs_hash in hash_file.read_text(encoding="utf-8", errors="replace")
@@ -108,7 +115,7 @@ def _write_figures(
 
 
 class ExperimentAnswers(NamedTuple):
-    """The answers of each cell, and the predictions for the browser on the page."""
+    """The answers of each cell, in the order of `Results.cells`, and the predictions for the browser on the page."""
 
     answers: list[CellAnswers]
     browser: Browser
@@ -119,19 +126,27 @@ def read_experiment(results: Results, folder: Path) -> ExperimentAnswers:
 
     Args:
         results: The experiment.
-        folder: Its folder.
+        folder: Folder of the experiment, to which its paths are relative.
+
+    Returns:
+        The answers of every cell, and the browser with their predictions.
+
+    Raises:
+        DataError: A file is broken, or its predictions are not one for each question of the cell's task.
     """
-    questions: dict[str, dict[str, Question]] = {}
+    questions: dict[str, dict[str, Question]] = {}  # task -> id -> question
     for task, paths in results.questions.items():
-        by_id = questions.setdefault(task, {})
-        for path in paths:
+        question_of_id: dict[str, Question] = {}
+        for path in paths:  # one file per seed; seeds may share questions
             for question in read_records(folder / path, Question):
-                by_id[question.id] = question
+                question_of_id[question.id] = question
+        questions[task] = question_of_id
     unparsed = results.evaluation.unparsed
     browser = Browser(questions, expected_cells=len(results.cells), unparsed=unparsed)
     answers = []
     for cell in results.cells:
-        cell_file = read_cell(cell, folder, questions.get(cell.task, {}), unparsed)
+        known_questions = questions.get(cell.task, {})  # empty if the experiment has no files of questions
+        cell_file = read_cell(cell, folder, known_questions, unparsed)
         answers.append(cell_file.answers)
         browser.add(cell, cell_file.predictions)
     return ExperimentAnswers(answers, browser)
@@ -152,28 +167,38 @@ def results_of_files(
     unparsed: Unparsed = "fallback",
     baseline: str | None = None,
 ) -> Results:
-    """Write the answers of each model as predictions, and return results from which a page can be built.
+    """Convert files of answers, one per model, to an experiment from which `build_report` can build a report.
 
-    Fields without a column in the file stay empty. If a row has no labels, its label is `right` or `wrong`.
+    The answers are written as predictions with one cell per model and task. If a row has no labels, its label is
+    `right` or `wrong`.
 
     Args:
         files: Name of a model -> file with one answer per question, in any form that `catto measure` reads.
         names: Names of the columns.
         out: Folder to which the predictions are written.
         task: Task of the rows that do not name one.
-        unparsed: Whether forced answers count as wrong.
+        unparsed: "wrong" if forced answers count as wrong, "fallback" if they count as they are.
         baseline: Name of the model that the others are compared with; None if nothing is compared.
+
+    Returns:
+        The experiment; its paths are relative to `out`.
+
+    Raises:
+        ValueError: The name of a model cannot be part of a file name.
+        DataError: A file is broken, answers a question twice, or does not answer a question that another file answers.
     """
-    by_model: dict[str, TaskPredictions] = {}
+    predictions_of_model: dict[str, TaskPredictions] = {}
     for model, path in files.items():
         checked_name(model, "model", plus=True)
-        by_model[model] = _read_model(path, names, model=model, task=task, has_other_files=len(files) > 1)
-    _check_same_questions(files, by_model)
-    # Files are written only now, after everything has been read and checked.
+        predictions_of_model[model] = _read_model(
+            path, names, model=model, default_task=task, has_other_files=len(files) > 1
+        )
+    _check_same_questions(files, predictions_of_model)
+    # Nothing is written before all files are read and checked, so that a bad file leaves no partial output.
     cells = []
-    for model, tasks in by_model.items():
-        for name, predictions in tasks.items():
-            cells.append(_write_cell(out, model, name, predictions))
+    for model, predictions_of_task in predictions_of_model.items():
+        for task_name, predictions in predictions_of_task.items():
+            cells.append(_write_cell(out, model, task_name, predictions))
     return Results(
         name=" and ".join(files),
         recipe={"evaluation": {"unparsed": unparsed}},
@@ -185,22 +210,27 @@ def results_of_files(
     )
 
 
-def _read_model(path: Path, names: ColumnNames, *, model: str, task: str, has_other_files: bool) -> TaskPredictions:
-    """Read the predictions of one model by task; check the task names, and that no question repeats.
+def _read_model(
+    path: Path, names: ColumnNames, *, model: str, default_task: str, has_other_files: bool
+) -> TaskPredictions:
+    """Read the predictions of one model by task; the arguments are those of `_read_predictions`.
 
-    The parameters are those of `_read_predictions`.
+    Raises:
+        DataError: A row is bad, a task cannot be part of a file name, or a question has several answers.
     """
-    tasks: TaskPredictions = {}
-    for prediction in _read_predictions(path, names, model=model, task=task, has_other_files=has_other_files):
-        tasks.setdefault(prediction.task, []).append(prediction)
-    for name, predictions in tasks.items():
+    predictions_of_task: TaskPredictions = {}
+    for prediction in _read_predictions(
+        path, names, model=model, default_task=default_task, has_other_files=has_other_files
+    ):
+        predictions_of_task.setdefault(prediction.task, []).append(prediction)
+    for task, predictions in predictions_of_task.items():
         with data_errors_at(path):
-            checked_name(name, "task")
+            checked_name(task, "task")
         questions = {prediction.question for prediction in predictions}
         if len(questions) < len(predictions):
             problem = "expected one answer per question, got several: `catto select --out` chooses among samples"
             raise DataError(path, None, problem)
-    return tasks
+    return predictions_of_task
 
 
 def _write_cell(out: Path, model: str, task: str, predictions: Sequence[Prediction]) -> Cell:
@@ -210,20 +240,23 @@ def _write_cell(out: Path, model: str, task: str, predictions: Sequence[Predicti
     return cell.model_copy(update={"predictions": path})
 
 
-def _check_same_questions(files: Mapping[str, Path], by_model: Mapping[str, TaskPredictions]) -> None:
-    """Raise DataError, naming both files, if two models did not answer the same questions of a task."""
-    first_model: dict[str, str] = {}  # task -> the model that the others are compared with
-    for model, tasks in by_model.items():
-        for task, predictions in tasks.items():
+def _check_same_questions(files: Mapping[str, Path], predictions_of_model: Mapping[str, TaskPredictions]) -> None:
+    """Raise DataError, naming both files, if two models did not answer the same questions of a task.
+
+    Every model is checked against the first one that has the task. A task may be missing from some of the files.
+    """
+    first_model: dict[str, str] = {}  # task -> the first model that has it
+    for model, predictions_of_task in predictions_of_model.items():
+        for task, predictions in predictions_of_task.items():
             first = first_model.setdefault(task, model)
             questions = {prediction.question for prediction in predictions}
-            first_questions = {prediction.question for prediction in by_model[first][task]}
+            first_questions = {prediction.question for prediction in predictions_of_model[first][task]}
             _refuse_missing(files[model], files[first], first_questions - questions)
             _refuse_missing(files[first], files[model], questions - first_questions)
 
 
 def _refuse_missing(path: Path, other: Path, missing: set[str]) -> None:
-    """Raise DataError if any questions are `missing` from the file `path` that the file `other` answers."""
+    """Raise DataError if there are questions that the file `other` answers and that are `missing` from `path`."""
     if not missing:
         return
     problem = f"does not answer {len(missing):,} of the questions in {other}, such as {min(missing)!r}"
@@ -231,21 +264,28 @@ def _refuse_missing(path: Path, other: Path, missing: set[str]) -> None:
 
 
 def _read_predictions(
-    path: Path, names: ColumnNames, *, model: str, task: str, has_other_files: bool
+    path: Path, names: ColumnNames, *, model: str, default_task: str, has_other_files: bool
 ) -> Iterator[Prediction]:
     """Yield a prediction for each row of a file of answers.
+
+    Without a question column, each row is a question of its own. Answers count as parsed (`free`) if the file does not
+    say how they were parsed.
 
     Args:
         path: The file.
         names: Names of its columns.
         model: Name of the model.
-        task: Task of the rows that do not name one.
-        has_other_files: Whether questions must be named, so that rows can be paired with those of other files.
+        default_task: Task of the rows that do not name one.
+        has_other_files: Whether the rows are paired with those of other files, which needs a question column.
+
+    Raises:
+        DataError: A row is bad, or there is no question column although the rows are paired with others.
     """
     answers = read_graded(path, names)
     if answers.question is None and has_other_files:
         raise DataError(path, None, "no question column to pair the files by: name one with --question")
-    # The columns have the confidences and grades; other fields, such as the text, are only in the rows.
+    # The file is read a second time: the columns in `answers` have the confidences and which answers are right, but not
+    # the other fields of a row, such as the text.
     for index, (row, fields) in enumerate(read_answers(path, names)):
         if answers.question is None:
             question = f"row {row}"
@@ -253,11 +293,11 @@ def _read_predictions(
             question = answers.question[index]
         labels = _read_labels(fields, names, is_correct=bool(answers.correct[index]))
         text = fields.get("text")
-        task_of_row = fields.get("task")
-        source: Any = "free" if answers.read_as is None else answers.read_as[index]
+        task = fields.get("task")
+        source: Any = "free" if answers.read_as is None else answers.read_as[index]  # the record checks the value
         yield Prediction(
             question=question,
-            task=task_of_row if isinstance(task_of_row, str) else task,
+            task=task if isinstance(task, str) else default_task,
             split="test",
             gold=labels.gold,
             sample=0,
@@ -278,15 +318,20 @@ class _LabelAndGold(NamedTuple):
 
 
 def _read_labels(fields: Fields, names: ColumnNames, *, is_correct: bool) -> _LabelAndGold:
-    """Return label and gold of a row. If it lacks one or they contradict `is_correct`, use `right` and `wrong`."""
-    judged = _LabelAndGold("right" if is_correct else "wrong", "right")
+    """Return label and gold label of a row.
+
+    If the row lacks one of them, or if they contradict `is_correct`, the label is `right` or `wrong` and the gold label
+    is `right`.
+    """
+    substitute = _LabelAndGold("right" if is_correct else "wrong", "right")
     try:
         label = answer_of(names.prediction or "label", fields)
         gold = text_of(names.gold or "gold", fields)
     except ValueError:
-        return judged
-    if (label == gold) != is_correct:
-        return judged
+        return substitute
+    labels_agree = label == gold
+    if labels_agree != is_correct:
+        return substitute
     return _LabelAndGold(label, gold)
 
 
@@ -298,8 +343,8 @@ class CardContent:
     """The content of a model card.
 
     Attributes:
-        model: Name of the model. It need not be trusted, because it is escaped.
-        task: Name of the task. It need not be trusted, because it is escaped.
+        model: Name of the model. It may come from an untrusted source; the card shows it escaped.
+        task: Name of the task. It may come from an untrusted source; the card shows it escaped.
         split: Split of the questions.
         rows: Number of answers.
         metrics: Metric -> value with its interval, at least those of REPORTED.
@@ -319,7 +364,11 @@ class CardContent:
 
 
 def render_model_card(content: CardContent) -> str:
-    """Render a model card: results as `model-index` metadata, and as a table with the reliability diagram."""
+    """Render a model card: its results as `model-index` metadata for the Hub, as a table, and as a diagram.
+
+    Returns:
+        The text of the card, in Markdown.
+    """
     model_title = display_name(content.model, "a model without a name")
     task_title = display_name(content.task, "a task without a name")
     results = _make_eval_results(content, task_title)
@@ -339,12 +388,16 @@ def render_model_card(content: CardContent) -> str:
 
 
 def _make_eval_results(content: CardContent, task_title: str) -> list[EvalResult]:
-    """Return the `model-index` of a card, with the dataset of the hub if the task has one."""
+    """Return the `model-index` of a card: one result for each metric of REPORTED.
+
+    The dataset of a result is that of the Hub if catto knows the task and its questions come from the Hub. Otherwise it
+    is the title of the task.
+    """
     dataset = task_title
     dataset_config = None
     task = TASKS.get(content.task)
     if task is not None:
-        dataset = task.hub or task_title
+        dataset = task.hub or task_title  # a task whose questions are generated or in a file has no `hub`
         dataset_config = task.config
     results = []
     for name in REPORTED:
@@ -364,10 +417,10 @@ def _make_eval_results(content: CardContent, task_title: str) -> list[EvalResult
 
 
 def display_name(name: str, otherwise: str) -> str:
-    """Return a name on one line of at most 120 characters, without control characters.
+    """Return a name on one line of at most 120 characters, with control characters escaped.
 
     Args:
-        name: A name, which need not be trusted.
+        name: A name, which may come from an untrusted source.
         otherwise: Returned if the name is empty.
 
     >>> display_name("tiny\\nmodel", "unknown")
@@ -384,9 +437,12 @@ class NamedCard(NamedTuple):
 
 
 def make_experiment_cards(numbers: Numbers) -> Iterator[NamedCard]:
-    """Yield a card for each model and task of the first seed; its name is also that of a reliability diagram.
+    """Yield a card for each cell of the first seed: a model on a task.
 
-    Rescaled methods get no card: their confidence is not the model's own.
+    Methods that rescale a model's confidence get no card, because a card describes the model without rescaling.
+
+    Yields:
+        The cards. The name of a card is also the end of the file name of the cell's reliability diagram.
     """
     first_seed = min(cell.seed for cell in numbers.cells)
     for cell in numbers.cells:
@@ -395,7 +451,7 @@ def make_experiment_cards(numbers: Numbers) -> Iterator[NamedCard]:
             continue
         name = f"{cell.stem}-{cell.method}"
         if cell.budget is not None:
-            name = f"{name}-{cell.budget}"
+            name += f"-{cell.budget}"
         content = CardContent(
             model=name,
             task=cell.task,
@@ -416,17 +472,22 @@ def write_cards(path: Path) -> list[str]:
     describe a model in the same folder.
 
     Args:
-        path: File of predictions.
+        path: File of predictions of one model on one task.
 
     Returns:
         Names of the files written.
+
+    Raises:
+        DataError: The file is broken or has no rows.
     """
     answers = read_graded(path)
     summary = summarise_answers(answers, MeasureSettings(REPORTED))
     null_band = summary.metrics["ece"].null
-    columns = _list_columns(path)
+    columns = _list_columns(path)  # before anything is written, because it checks every prediction
+    # All predictions have the same model, task and split.
     first = next(iter(read_records(path, Prediction)))
-    model = display_name(Path(first.model).name, "a model")
+    model_path = Path(first.model)  # only its last part is shown: folders of this computer mean nothing to others
+    model = display_name(model_path.name, "a model")
 
     picture = path.with_name("reliability.png")
     bins = reliability(answers.confidence, answers.correct)
@@ -448,8 +509,7 @@ def write_cards(path: Path) -> list[str]:
     written = [picture.name, card.name]
 
     readme = path.with_name("README.md")
-    may_write = not readme.exists() or f"# {TITLE}" in readme.read_text(encoding="utf-8", errors="replace")
-    if may_write:
+    if _may_write_readme(readme):
         task = display_name(first.task, "a task")
         title = f"{TITLE} {model} on {task}"
         write_text(readme, render_dataset_card(title, split=first.split, file=path.name, columns=columns))
@@ -457,8 +517,15 @@ def write_cards(path: Path) -> list[str]:
     return written
 
 
+def _may_write_readme(readme: Path) -> bool:
+    """Return whether there is no README.md yet, or one that is a dataset card of catto."""
+    if not readme.exists():
+        return True
+    return f"# {TITLE}" in readme.read_text(encoding="utf-8", errors="replace")
+
+
 def _list_columns(path: Path) -> set[str]:
-    """Return the fields of all predictions in a file together: a row omits its empty optional fields."""
+    """Return the fields that occur in any prediction of a file; a prediction omits its empty optional fields."""
     columns: set[str] = set()
     for row in read_records(path, Prediction):
         columns.update(row.model_dump())
@@ -469,17 +536,22 @@ def render_dataset_card(title: str, *, split: str, file: str, columns: Collectio
     """Render the dataset card of a folder with predictions.
 
     Args:
-        title: Title of the card.
+        title: Title of the card, as plain text.
         split: Split of the questions.
         file: Name of the file of predictions.
-        columns: The fields that appear in its rows.
+        columns: The fields that occur in its rows; other fields of a prediction are left out.
+
+    Returns:
+        The text of the card, in Markdown.
     """
     features = []
-    for name, column in Prediction.model_json_schema()["properties"].items():
+    for name, schema in Prediction.model_json_schema()["properties"].items():
         if name not in columns:
             continue
-        kind = column.get("type") or column["anyOf"][0]["type"]
-        features.append({"name": name, "dtype": DTYPES[kind]})
+        json_type = schema.get("type")
+        if json_type is None:  # the field may be null: its schema is `anyOf` its type and null
+            json_type = schema["anyOf"][0]["type"]
+        features.append({"name": name, "dtype": DTYPES[json_type]})
     data = DatasetCardData(
         pretty_name=title,
         task_categories=["question-answering" if "answer" in columns else "multiple-choice"],

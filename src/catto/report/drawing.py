@@ -56,7 +56,7 @@ def render_figure(draw: Callable[[], Figure], suffix: str) -> bytes:
     """Draw a figure in the common style; equal figures give identical bytes.
 
     Args:
-        draw: makes the figure; called while the style is active.
+        draw: makes the figure; called while the common style is active.
         suffix: the format, ".svg", ".png" or ".pdf".
 
     Returns:
@@ -78,6 +78,9 @@ def write_figure(draw: Callable[[], Figure], path: Path) -> None:
     Args:
         draw: makes the figure; called while the common style is active.
         path: the file; its suffix (.svg, .png or .pdf) sets the format.
+
+    Raises:
+        ValueError: The file has a different suffix.
     """
     suffix = path.suffix.lower()
     if suffix not in UNDATED:
@@ -120,16 +123,16 @@ class Panel:
 
 
 def reliability_figure(panels: Sequence[Panel]) -> Figure:
-    """Draw the panels side by side with shared axes, each above a histogram of its confidences.
+    """Draw reliability diagrams side by side with shared axes, each above a histogram of its confidences.
 
-    Bars show the accuracy of each bin, and red areas the gap between its accuracy and its mean confidence. Lines in the
-    histogram mark the mean confidence and the accuracy of all answers.
+    In a diagram, bars show the accuracy of each bin, and red areas the gap between its accuracy and its mean
+    confidence. In a histogram, lines mark the mean confidence and the accuracy of all answers.
 
     Args:
         panels: at least one diagram.
 
     Returns:
-        The figure, with one column of axes for each panel.
+        The figure, with one column for each panel: the diagram, and the histogram below it.
 
     >>> from catto.metrics.binning import reliability
     >>> drawn = reliability_figure([Panel("DPO", reliability([0.9, 0.6, 0.8], [True, False, True]))])
@@ -142,6 +145,7 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
     for column, panel in enumerate(panels):
         _draw_diagram(axes[0, column], panel)
         _draw_histogram(axes[1, column], panel.bins)
+    # All diagrams share their axes, and so do all histograms: what is set for the first one holds for all.
     first_diagram = axes[0, 0]
     first_histogram = axes[1, 0]
     highest_share = max(panel.bins.share.max() for panel in panels)
@@ -155,34 +159,43 @@ def reliability_figure(panels: Sequence[Panel]) -> Figure:
 
 
 def _draw_diagram(axes: Axes, panel: Panel) -> None:
-    """Draw the accuracy of each non-empty bin, and its gap to the mean confidence of the bin."""
+    """Draw the accuracy of each bin, and its gap to the mean confidence of the bin; empty bins are left out.
+
+    Bins with fewer than FEW_ANSWERS answers are pale.
+    """
     bins = panel.bins
     has_answers = bins.count > 0
     left = bins.edges[:-1][has_answers]
     width = np.diff(bins.edges)[has_answers]
     accuracy = bins.accuracy[has_answers]
     confidence = bins.confidence[has_answers]
-    has_few = bins.count[has_answers] < FEW_ANSWERS
+    has_few_answers = bins.count[has_answers] < FEW_ANSWERS
     gap_height = np.abs(accuracy - confidence)
     gap_bottom = np.minimum(accuracy, confidence)
-    axes.bar(left, accuracy, width, **BAR_STYLE, label="Accuracy")
-    axes.bar(left, gap_height, width, gap_bottom, **GAP_STYLE, label="Gap")
-    axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)
+    accuracy_bars = axes.bar(left, accuracy, width, **BAR_STYLE, label="Accuracy")
+    gap_bars = axes.bar(left, gap_height, width, gap_bottom, **GAP_STYLE, label="Gap")
+    axes.plot([0, 1], [0, 1], linestyle=(0, (4, 3)), color=INK, linewidth=1.0)  # perfect calibration
+    _write_title_and_legend(axes, panel, has_pale_bars=bool(has_few_answers.any()))
+    # The legend copies the look of the bars, so the bars turn pale only after it is made.
+    for bars in (accuracy_bars, gap_bars):
+        for bar, is_pale in zip(bars, has_few_answers, strict=True):
+            if is_pale:
+                bar.set_alpha(0.4)
+
+
+def _write_title_and_legend(axes: Axes, panel: Panel, *, has_pale_bars: bool) -> None:
+    """Write the title above a diagram and, between the two, the note on the left and the legend on the right."""
     legend_title = None
-    legend_lines = 3
-    if has_few.any():
+    legend_lines = 3  # two entries and the space around them
+    if has_pale_bars:
         legend_title = f"pale: under {FEW_ANSWERS} answers"
-        legend_lines = 4
-    # Below the title, which is no wider than the panel, are the note on the left and the legend on the right.
+        legend_lines += 1
     note = panel.note()
     lines_below_title = max(len(note.splitlines()), legend_lines)
-    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + 12 * lines_below_title)
+    points_per_line = 12
+    axes.set_title(textwrap.fill(panel.title, TITLE_WIDTH), pad=6 + points_per_line * lines_below_title)
     axes.text(0.0, 1.02, note, transform=axes.transAxes, fontsize=8.5, va="bottom")
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), title=legend_title, title_fontsize=8.5)
-    # This comes after the legend, whose patches must not turn pale. The accuracy bars come first, then the gap bars.
-    for patch, is_pale in zip(axes.patches, np.tile(has_few, 2), strict=True):
-        if is_pale:
-            patch.set_alpha(0.4)
 
 
 def _draw_histogram(axes: Axes, bins: Reliability) -> None:

@@ -86,6 +86,8 @@ RULE_LOOKS = {
 CURVE_STYLES = ("-", "--", ":", "-.")  # distinguish curves in grey print
 PAPER_PANELS = ("sft", "dpo", "rcft", "dpo+catto", "dpo+outcome")  # the paper's four methods, and ours
 MAX_RELIABILITY_PANELS = 5  # side by side, if none of PAPER_PANELS was run
+MAX_PANEL_WIDTH = 5.8  # in inches
+MAX_FIGURE_WIDTH = 12.4  # in inches
 ECE = "ECE, per cent"
 ACCURACY = "Accuracy, per cent"
 
@@ -96,11 +98,11 @@ GroupsByMethod = Mapping[str, Sequence[GroupNumbers]]
 def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
     """Choose the colour and marker of each method.
 
-    A method that is not in LOOKS gets a paler colour of the method that it rescales, if it rescales one. Otherwise it
-    gets a hue far from that of the previous method, and the next marker in turn.
+    A method that is not in LOOKS gets a paler colour of the method that it rescales, if that one is in LOOKS. Otherwise
+    it gets a colour and a marker by its position in the tables, with different hues for neighbours.
 
     Args:
-        methods: names of methods in any order.
+        methods: names of methods in any order; repeated names count once.
 
     Returns:
         method -> look, in the order of the tables.
@@ -110,7 +112,7 @@ def choose_looks(methods: Iterable[str]) -> dict[str, MethodLook]:
     """
     looks = {}
     for position, method in enumerate(sorted(set(methods), key=method_order)):
-        unscaled = strip_scaling(method)
+        unscaled = strip_scaling(method)  # the method itself if it does not rescale
         if method in LOOKS:
             looks[method] = LOOKS[method]
         elif unscaled in LOOKS:
@@ -214,16 +216,25 @@ def make_pictures(results: Results, numbers: Numbers, answers: Sequence[CellAnsw
 
 
 def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Picture]:
-    """Yield the figures of the numbers in the score tables, for each setting that has such numbers."""
+    """Yield the figures of ECE and accuracy, for each setting (in and out of distribution) that has such numbers.
+
+    Args:
+        numbers: the numbers of the report.
+        budget: the budget to show. Cells without a budget belong to every budget.
+
+    Yields:
+        Up to four figures per setting: ECE against chance, ECE against accuracy, the ECE of every seed and, for tasks
+        with known posteriors, ECE against the true error. Each has one panel per task.
+    """
     for setting, title in tables.SETTING_TITLES.items():
         groups = numbers.find_groups(setting, budget)
         cells = [cell for cell in numbers.cells if cell.setting == setting and cell.budget in (None, budget)]
-        with_truth = [group for group in groups if "true_error" in group.others]
+        with_true_error = [group for group in groups if "true_error" in group.others]
         records_of_kind: dict[str, Sequence[GroupNumbers | CellNumbers]] = {
             "ece": groups,
             "scatter": groups,
             "seeds": cells,
-            "world": with_truth,
+            "world": with_true_error,
         }
         for kind, records in records_of_kind.items():
             if not records:
@@ -278,35 +289,44 @@ class MeasuredAnswers(NamedTuple):
 
 
 def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budget: Budget | None) -> Iterator[Picture]:
-    """Yield reliability diagrams, histograms and risk-coverage curves of the first seed, by training set and task.
+    """Yield reliability diagrams, histograms and risk-coverage curves of one budget, by task and training set.
 
-    A cell without a budget appears in the comparisons of every budget. Its own reliability diagram is the same in all
-    budgets, so it is yielded only for the first one.
+    Only the first seed of each task and training set is shown. A cell without a budget belongs to every budget.
+
+    Args:
+        numbers: the numbers of the report.
+        answers: the answers of `numbers.cells`, in the same order.
+        budget: the budget to show.
+
+    Yields:
+        For each task and training set, the figures that compare the methods, then one reliability diagram per method.
     """
-    tests: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
+    # (setting, sort key of the task, training set) -> cells
+    cells_of_test: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
     for cell, cell_answers in zip(numbers.cells, answers, strict=True):
         if cell.budget in (None, budget):
             key = (cell.setting, task_order(cell.task), cell.trained_on)
-            tests.setdefault(key, []).append(MeasuredAnswers(cell, cell_answers))
+            cells_of_test.setdefault(key, []).append(MeasuredAnswers(cell, cell_answers))
     is_first_budget = budget == numbers.budgets[0]
-    for _, cells in sorted(tests.items()):
+    for _, cells in sorted(cells_of_test.items()):
         first_seed = min(measured.cell.seed for measured in cells)
-        of_seed = [measured for measured in cells if measured.cell.seed == first_seed]
-        of_seed.sort(key=lambda measured: method_order(measured.cell.method))
-        yield from _compare_answers(of_seed, numbers.bins, budget)
-        for measured in of_seed:
-            is_of_this_budget = measured.cell.budget is not None
-            if is_of_this_budget or is_first_budget:
+        of_first_seed = [measured for measured in cells if measured.cell.seed == first_seed]
+        of_first_seed.sort(key=lambda measured: method_order(measured.cell.method))
+        yield from _compare_answers(of_first_seed, numbers.bins, budget)
+        for measured in of_first_seed:
+            # The diagram of a cell without a budget is the same in all budgets, so it is drawn only for the first one.
+            belongs_to_all_budgets = measured.cell.budget is None
+            if is_first_budget or not belongs_to_all_budgets:
                 yield _make_single_diagram(measured, numbers.bins)
 
 
 def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget | None) -> Iterator[Picture]:
-    """Yield the figures that compare several methods.
+    """Yield the three figures that compare methods: reliability diagrams, histograms and risk-coverage curves.
 
     Args:
-        cells: One cell for each method, all of the same training set, task and seed.
-        bins: Number of bins.
-        budget: The budget of the figures; a cell may have none.
+        cells: one cell for each method, all of the same training set, task and seed.
+        bins: number of bins of the diagrams and histograms.
+        budget: the budget of the figures; the cells have this budget or none.
     """
     diagrams: dict[str, Panel] = {}
     histograms: list[TitledContent] = []
@@ -315,6 +335,7 @@ def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget
         diagrams[cell.method] = _make_diagram(cell, answers, bins)
         histograms.append(TitledContent(method_title(cell.method), HistogramContent(answers, bins)))
         curves[cell.method] = risk_coverage(answers.confidence, answers.correct)
+    # Diagrams are side by side, so there is room for a few methods only. Each method also has a figure of its own.
     shown_diagrams = [diagrams[method] for method in PAPER_PANELS if method in diagrams]
     if not shown_diagrams:
         shown_diagrams = list(diagrams.values())[:MAX_RELIABILITY_PANELS]
@@ -323,16 +344,16 @@ def _compare_answers(cells: Sequence[MeasuredAnswers], bins: int, budget: Budget
         "histogram": histograms,
         "risk": [TitledContent("", curves)],
     }
-    test = cells[0].cell  # any cell will do: only fields that all of them share are used
+    any_cell = cells[0].cell  # training set, task and seed are the same for all cells
     for kind, panels in panels_of_kind.items():
         yield Picture(
             kind=kind,
             section="",
-            tag=test.stem,
-            subject=_describe_test(test),
+            tag=any_cell.stem,
+            subject=_describe_test(any_cell),
             panels=panels,
             budget=budget,
-            tasks=(test.task,),
+            tasks=(any_cell.task,),
         )
 
 
@@ -362,13 +383,16 @@ def _describe_test(cell: CellNumbers) -> str:
 
 
 def make_history_pictures(results: Results, numbers: Numbers) -> Iterator[Picture]:
-    """Yield plots of the validation metrics over the course of training, for each training task and budget.
+    """Yield a figure of the validation metrics over the course of training, for each training task and budget.
 
     There are none if no training run recorded its history.
 
     Args:
         results: the experiment, which has the histories.
         numbers: the numbers measured on it; only their budgets are used.
+
+    Yields:
+        The figures, each with a panel for the ECE and one for the accuracy.
     """
     with_history = [trained for trained in tables.list_trained_cells(results) if trained.training.history]
     training_tasks = sorted({trained.cell.trained_on for trained in with_history}, key=task_order)
@@ -407,31 +431,41 @@ def _group_runs(trained: Iterable[TrainedCell], task: str, budget: Budget | None
 
 
 def draw_panels(kind: FigureKind, panels: Sequence[TitledContent], looks: Looks) -> Figure:
-    """Draw one or more panels in a grid, with a single legend below them."""
+    """Draw one or more panels in a grid, with a single legend below them.
+
+    Args:
+        kind: how the panels are drawn.
+        panels: at least one panel, in the order of reading: row by row, from left to right.
+        looks: colour and marker of each method.
+
+    Returns:
+        The figure. Its size in inches follows from the number of panels and the kind.
+    """
     columns = min(kind.max_columns, len(panels))
     rows = math.ceil(len(panels) / columns)
-    panel_width = min(5.8, 12.4 / columns)  # in inches, like all sizes here
+    panel_width = min(MAX_PANEL_WIDTH, MAX_FIGURE_WIDTH / columns)
     figure = Figure()
     grid = figure.subplots(rows, columns, squeeze=False, sharex=kind.same_axes, sharey=kind.same_axes).flat
-    for place, (title, content) in enumerate(panels):
-        axes = grid[place]
+    for index, (title, content) in enumerate(panels):
+        axes = grid[index]
         _title_panel(axes, title, panel_width)
-        is_leftmost = place % columns == 0
+        is_leftmost = index % columns == 0
         if is_leftmost:
             axes.set_ylabel(kind.y)
-        is_lowest = place + columns >= len(panels)
-        if is_lowest:
+        has_panel_below = index + columns < len(panels)
+        if not has_panel_below:
             axes.set_xlabel(kind.x)
-            axes.tick_params(labelbottom=True)  # shared axes would hide the labels above an empty place
+            # matplotlib shows the tick labels of shared axes in the last row only, where the grid may have a gap.
+            axes.tick_params(labelbottom=True)
         axes.grid(True)
         kind.draw(axes, content, looks)
         _limit_axes(axes, kind)
-    for axes in grid[len(panels) :]:  # the empty places of the last row
-        axes.set_visible(False)
+    for unused_axes in grid[len(panels) :]:  # the gap at the end of the last row
+        unused_axes.set_visible(False)
     panel_height = kind.height
-    if panel_height is None:
-        rows_in_panel = len(grid[0].get_yticks())
-        panel_height = 0.9 + 0.3 * rows_in_panel
+    if panel_height is None:  # the panels have one row per method
+        methods = len(grid[0].get_yticks())
+        panel_height = 0.9 + 0.3 * methods
     figure.set_size_inches(columns * panel_width, rows * panel_height)
     _add_legend(figure, grid)
     return figure
@@ -599,17 +633,18 @@ def draw_histogram(axes: Axes, content: HistogramContent, _: Looks) -> None:
     right = answers.confidence[answers.correct]
     wrong = answers.confidence[~answers.correct]
     edges = np.linspace(0, 1, content.bins + 1)
+    share_of_answer = 1 / len(answers)  # so that the bars show shares of all answers and not counts
     axes.hist(
         [right, wrong],
         edges.tolist(),
-        weights=[np.full(len(part), 1 / len(answers)) for part in (right, wrong)],  # shares of all answers
+        weights=[np.full(len(right), share_of_answer), np.full(len(wrong), share_of_answer)],
         label=["right", "wrong"],
         color=[BLUE, RED],
         stacked=True,
         histtype="stepfilled",
     )
     for patch in axes.patches:
-        patch.sticky_edges.y.extend([0, 1])  # no margin below 0 and above 100 %
+        patch.sticky_edges.y.extend([0, 1])  # no margin below 0 % and above 100 %
 
 
 def draw_risk(axes: Axes, curves: Mapping[str, RiskCoverage], looks: Looks) -> None:
@@ -650,7 +685,7 @@ class FigureKind(NamedTuple):
         draw: draws the content of a panel on its axes.
         x: label of the x axis.
         y: label of the y axis.
-        height: height of a panel in inches; None means that it depends on the number of rows.
+        height: height of a panel in inches; None for panels with a row per method, whose number sets the height.
         same_axes: whether all panels share the same axes.
         max_columns: maximum number of panels side by side.
         in_shares: whether both axes are shares of answers.

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from catto import methods
+from catto.methods import Budget
 from catto.recipe.settings import FEW_QUESTIONS
 from catto.report.numbers import GroupNumbers, Numbers, Verdict, supported_decimals
 from catto.report.tables import (
@@ -30,11 +31,13 @@ class Headline(NamedTuple):
 
     Attributes:
         question: the question that the report answers, in one sentence.
-        answer: the answer, in up to three sentences.
+        answer: the answer, in up to three sentences. Without a verdict it is the same as `lead`, and without a baseline
+            the same as `best`.
         best: which methods are best by true error or Brier score; empty without a verdict.
         warnings: which numbers to mistrust.
         lead: which methods are miscalibrated.
-        points: for each budget, how the methods compare with DPO.
+        points: how the methods compare with the baseline, one sentence per budget; budgets with the same result share
+            one.
     """
 
     question: str
@@ -46,7 +49,13 @@ class Headline(NamedTuple):
 
 
 def write_headline(numbers: Numbers) -> Headline:
-    """Summarise the numbers of the first screen in words."""
+    """Summarise the numbers of the first screen in words.
+
+    The answer is the first of these that there is:
+    1. What confidence the baseline, the best method and the paper's method state, and how often they are right.
+    2. Which methods are best by the verdict.
+    3. Which methods are miscalibrated.
+    """
     groups = numbers.first_screen
     at_budget = ""
     if len(numbers.budgets) > 1:
@@ -57,12 +66,13 @@ def write_headline(numbers: Numbers) -> Headline:
     best = ""
     if numbers.verdict is not None:
         best = _describe_leaders(numbers.verdict, numbers.baseline)
-        answer = best
         stated = _describe_stated_confidence(groups, numbers.verdict, numbers.baseline)
-        if stated is None:
-            question = f"Which method's confidence {_describe_best(numbers.verdict)}?"
-        else:
+        if stated is not None:
             answer = stated
+        else:
+            # `best` does not say whether confidence and accuracy match, so it answers a different question.
+            question = f"Which method's confidence {_describe_best(numbers.verdict)}?"
+            answer = best
     return Headline(
         question=question,
         answer=answer,
@@ -87,62 +97,66 @@ class StatedConfidence(NamedTuple):
         """Distance between confidence and accuracy, in points."""
         return abs(self.confidence - self.accuracy)
 
+    def describe(self, digits: int) -> str:
+        """Return both numbers as the rest of a sentence, with this number of decimals."""
+        return f"states {self.confidence:.{digits}f} % and is right {self.accuracy:.{digits}f} % of the time"
+
 
 def _describe_stated_confidence(groups: Sequence[GroupNumbers], verdict: Verdict, baseline: str | None) -> str | None:
-    """Compare stated confidence and accuracy of the baseline, the best method and the paper's method.
+    """Compare the stated confidence with the accuracy: of the baseline, the best method and the paper's method.
+
+    Methods that are the same get one sentence, and methods that were not run or have too many forced answers get none.
+
+    Args:
+        groups: The groups of the first screen.
+        verdict: The verdict on these groups. The best method is the one of its leaders whose mean confidence is closest
+            to its accuracy.
+        baseline: The method that the others are compared with; None if nothing is compared.
 
     Returns:
-        One to three sentences; None if there is no baseline, or too many of its answers were forced.
+        One to three sentences; None if there is no baseline, or if too many of its answers were forced.
     """
-    stated = _average_over_tasks(groups)
-    if baseline is None or baseline not in stated:
+    stated_of_method = _average_over_tasks(groups)
+    if baseline is None or baseline not in stated_of_method:
         return None
     digits = supported_decimals(min(group.n for group in groups))
-    before = stated[baseline]
-    sentences = [
-        f"After {method_title(baseline)} the model states {before.confidence:.{digits}f} % "
-        f"and is right {before.accuracy:.{digits}f} % of the time."
-    ]
-    best = _choose_best_leader(stated, verdict)
+    stated_by_baseline = stated_of_method[baseline]
+    sentences = [f"After {method_title(baseline)} the model {stated_by_baseline.describe(digits)}."]
+    best = _choose_best_leader(stated_of_method, verdict)
     if best is not None and best != baseline:
-        after = stated[best]
-        sentences.append(
-            f"With {method_title(best)} it states {after.confidence:.{digits}f} % "
-            f"and is right {after.accuracy:.{digits}f} % of the time."
-        )
-    if PAPERS_TERM in stated and PAPERS_TERM not in (baseline, best):
-        sentences.append(_describe_papers_term(stated[PAPERS_TERM], before, digits))
+        sentences.append(f"With {method_title(best)} it {stated_of_method[best].describe(digits)}.")
+    if PAPERS_TERM in stated_of_method and PAPERS_TERM not in (baseline, best):
+        sentences.append(_describe_papers_term(stated_of_method[PAPERS_TERM], stated_by_baseline, digits))
     return " ".join(sentences)
 
 
 def _average_over_tasks(groups: Sequence[GroupNumbers]) -> dict[str, StatedConfidence]:
     """Return method -> its mean confidence and accuracy, without methods with too many forced answers."""
-    by_method: dict[str, list[GroupNumbers]] = {}
-    forced = {group.method for group in groups if group.sources.forced}
+    forced_methods = {group.method for group in groups if group.sources.forced}
+    groups_of_method: dict[str, list[GroupNumbers]] = {}
     for group in groups:
-        if group.method not in forced:
-            by_method.setdefault(group.method, []).append(group)
-    stated = {}
-    for method, tasks in by_method.items():
-        confidence = fmean(group.metrics["mean_confidence"].mean for group in tasks)
-        accuracy = fmean(group.metrics["accuracy"].mean for group in tasks)
-        stated[method] = StatedConfidence(100 * confidence, 100 * accuracy)
-    return stated
+        if group.method not in forced_methods:
+            groups_of_method.setdefault(group.method, []).append(group)
+    stated_of_method = {}
+    for method, groups_of_tasks in groups_of_method.items():
+        confidence = fmean(group.metrics["mean_confidence"].mean for group in groups_of_tasks)
+        accuracy = fmean(group.metrics["accuracy"].mean for group in groups_of_tasks)
+        stated_of_method[method] = StatedConfidence(100 * confidence, 100 * accuracy)
+    return stated_of_method
 
 
-def _choose_best_leader(stated: Mapping[str, StatedConfidence], verdict: Verdict) -> str | None:
-    """Return the leader of the verdict whose mean confidence is closest to its accuracy; None if none is comparable."""
-    leaders = [method for method in verdict.leaders if method in stated]
+def _choose_best_leader(stated_of_method: Mapping[str, StatedConfidence], verdict: Verdict) -> str | None:
+    """Return the leader of the verdict whose mean confidence is closest to its accuracy; None if none is in both."""
+    leaders = [method for method in verdict.leaders if method in stated_of_method]
     if not leaders:
         return None
-    return min(leaders, key=lambda method: stated[method].gap)
+    return min(leaders, key=lambda method: stated_of_method[method].gap)
 
 
-def _describe_papers_term(term: StatedConfidence, before: StatedConfidence, digits: int) -> str:
-    shown = f"{term.confidence:.{digits}f} %"
-    if abs(term.confidence - before.confidence) < 1:
-        return f"The paper's term changes nothing here ({shown})."
-    return f"With the paper's term it states {shown} and is right {term.accuracy:.{digits}f} % of the time."
+def _describe_papers_term(with_term: StatedConfidence, by_baseline: StatedConfidence, digits: int) -> str:
+    if abs(with_term.confidence - by_baseline.confidence) < 1:
+        return f"The paper's term changes nothing here ({with_term.confidence:.{digits}f} %)."
+    return f"With the paper's term it {with_term.describe(digits)}."
 
 
 # ---- warnings
@@ -186,30 +200,40 @@ def _describe_best(verdict: Verdict) -> str:
 
 
 def _describe_leaders(verdict: Verdict, baseline: str | None) -> str:
-    """Name the methods whose confidence is best; methods that are not significantly worse share the lead."""
+    """Name the methods whose confidence is best, with their losses and, if it is not among them, that of the baseline.
+
+    Methods that are not significantly worse than the one with the lowest loss are named too. If that is true of all
+    methods, the sentence says so.
+    """
     leaders = verdict.leaders
-    lowest = _format_loss(verdict, leaders[0])
-    highest = _format_loss(verdict, leaders[-1])
-    loss = lowest
-    if highest != lowest:
-        loss = f"{lowest} to {highest}"
-    if verdict.metric == "true_error":
-        loss = f"{loss} points from the true probability"
-    else:
-        loss = f"Brier score {loss}"
-    judged = len(verdict.losses)
-    if len(leaders) == judged:
-        count = str(judged)
-        if judged == 2:
+    losses = _format_leaders_losses(verdict)
+    methods_in_verdict = len(verdict.losses)
+    if len(leaders) == methods_in_verdict:
+        count = str(methods_in_verdict)
+        if methods_in_verdict == 2:
             count = "two"
-        return f"{verdict.n:,} questions cannot tell the {count} methods apart: {loss}."
+        return f"{verdict.n:,} questions cannot tell the {count} methods apart: {losses}."
     titles = [method_title(method) for method in leaders]
     claim = f"The confidence of {_join_names(titles)} {_describe_best(verdict)}"
     if len(leaders) > 1:
         claim += f", as far as {verdict.n:,} questions can tell"
-    if baseline is None or baseline in leaders or baseline not in verdict.losses:
-        return f"{claim}: {loss}."
-    return f"{claim}: {loss}; {method_title(baseline)}: {_format_loss(verdict, baseline)}."
+    baseline_is_behind = baseline in verdict.behind and baseline not in leaders
+    if baseline is None or not baseline_is_behind:
+        return f"{claim}: {losses}."
+    return f"{claim}: {losses}; {method_title(baseline)}: {_format_loss(verdict, baseline)}."
+
+
+def _format_leaders_losses(verdict: Verdict) -> str:
+    """Return the lowest and the highest loss of the leaders with their unit, such as `18 to 22 points from ...`."""
+    leaders = verdict.leaders  # in the order of their losses
+    lowest = _format_loss(verdict, leaders[0])
+    highest = _format_loss(verdict, leaders[-1])
+    losses = lowest
+    if highest != lowest:
+        losses = f"{lowest} to {highest}"
+    if verdict.metric == "true_error":
+        return f"{losses} points from the true probability"
+    return f"Brier score {losses}"
 
 
 def _format_loss(verdict: Verdict, method: str) -> str:
@@ -225,27 +249,41 @@ def _format_loss(verdict: Verdict, method: str) -> str:
 
 
 def _describe_calibration(groups: Sequence[GroupNumbers], at_budget: str) -> str:
-    """Say which methods show no miscalibration and how far off the others are, ignoring those with forced answers."""
-    forced = {group.method for group in groups if group.sources.forced}
-    judged = [group for group in groups if group.method not in forced]
+    """Say which methods show no miscalibration, and how far off the others are.
+
+    Args:
+        groups: The groups of the first screen. Methods with too many forced answers are left out.
+        at_budget: Text that names the budget, put after the first clause; empty if there is only one budget.
+    """
+    forced_methods = {group.method for group in groups if group.sources.forced}
+    judged = [group for group in groups if group.method not in forced_methods]
     if not judged:
         return "No verdict on calibration: too many answers had to be forced."
-    gaps = _collect_gaps(judged)
-    # A gap of 0 means that no miscalibration shows on the task; nan means gaps of both signs, and is true in any() and
-    # all().
-    clear = [title for title, values in gaps.items() if not any(values)]
-    off = [title for title, values in gaps.items() if all(values)]
-    mixed = [title for title in gaps if title not in clear and title not in off]
+    gaps_of = _collect_gaps(judged)
+    calibrated = []
+    off_on_some_tasks = []
+    off_on_all_tasks = []
+    for title, gaps in gaps_of.items():
+        is_off = [gap != 0 for gap in gaps]  # also true of nan, which stands for gaps of both signs
+        if not any(is_off):
+            calibrated.append(title)
+        elif all(is_off):
+            off_on_all_tasks.append(title)
+        else:
+            off_on_some_tasks.append(title)
+
     clauses = []
-    if clear:
-        clauses.append(_describe_clear(clear, judged))
-    if mixed:
-        clauses.append(f"{_join_names(mixed)} {_choose_verb(mixed)} miscalibrated on some tasks")
-    if off:
+    if calibrated:
+        clauses.append(_describe_calibrated(calibrated, judged))
+    if off_on_some_tasks:
+        verb = _choose_verb(off_on_some_tasks)
+        clauses.append(f"{_join_names(off_on_some_tasks)} {verb} miscalibrated on some tasks")
+    if off_on_all_tasks:
         gaps_off = []
-        for title in off:
-            gaps_off += gaps[title]
-        clauses.append(f"{_join_names(off)} {_choose_verb(off)} {_describe_gaps(gaps_off, judged)}")
+        for title in off_on_all_tasks:
+            gaps_off += gaps_of[title]
+        verb = _choose_verb(off_on_all_tasks)
+        clauses.append(f"{_join_names(off_on_all_tasks)} {verb} {_describe_gaps(gaps_off, judged)}")
     clauses[0] += at_budget
     if len(judged) == 1:
         return f"{clauses[0]}: {_describe_single(judged[0])}."
@@ -253,14 +291,15 @@ def _describe_calibration(groups: Sequence[GroupNumbers], at_budget: str) -> str
 
 
 def _collect_gaps(groups: Sequence[GroupNumbers]) -> dict[str, list[float]]:
-    """Return title of a method -> `shown_gap` in points, one per task; methods in the order of the tables."""
+    """Return title of a method -> `shown_gap` of each of its groups in points; methods in the order of the tables."""
     gaps: dict[str, list[float]] = {}
     for group in sorted(groups, key=lambda group: method_order(group.method)):
         gaps.setdefault(method_title(group.method), []).append(100 * group.shown_gap)
     return gaps
 
 
-def _describe_clear(titles: Sequence[str], judged: Sequence[GroupNumbers]) -> str:
+def _describe_calibrated(titles: Sequence[str], judged: Sequence[GroupNumbers]) -> str:
+    """Say that these methods show no miscalibration; `judged` are the groups of all methods, for their sizes."""
     sizes = [group.n for group in judged]
     noun = "questions"
     if max(sizes) == 1:
@@ -268,20 +307,26 @@ def _describe_clear(titles: Sequence[str], judged: Sequence[GroupNumbers]) -> st
     verb = "show"
     if len(titles) == 1:
         verb = "shows"
-    clause = f"{_join_names(titles, most=len(titles))} {verb} no miscalibration in {format_range(sizes)} {noun}"
+    clause = f"{_join_names(titles, max_names=len(titles))} {verb} no miscalibration in {format_range(sizes)} {noun}"
     if len(list_report_tasks(judged)) > 1:
         clause += " per task"
     return clause
 
 
 def _describe_gaps(gaps: Sequence[float], judged: Sequence[GroupNumbers]) -> str:
-    """Say by how much methods are over- or underconfident, if all gaps have the same sign."""
+    """Say by how much methods are over- or underconfident; without a number if the gaps have different signs.
+
+    Args:
+        gaps: The gaps of these methods on all tasks, in points; nan stands for gaps of both signs.
+        judged: The groups of all methods that are judged.
+    """
     all_over = all(gap > 0 for gap in gaps)
     all_under = all(gap < 0 for gap in gaps)
-    if not all_over and not all_under:
-        if len(judged) > 1:
-            return "measurably miscalibrated"
-        return "too sure of some answers and not sure enough of others"
+    have_different_signs = not all_over and not all_under
+    if have_different_signs:
+        if len(judged) == 1:  # the only gap is nan
+            return "too sure of some answers and not sure enough of others"
+        return "measurably miscalibrated"
     direction = "over"
     if all_under:
         direction = "under"
@@ -313,34 +358,41 @@ def _describe_single(group: GroupNumbers) -> str:
     return f"it states {stated} % and is right {right} % of the time (ECE {ece}; by chance {low} to {high})"
 
 
-# ---- against DPO
+# ---- against the baseline
 
 
 def _compare_budgets(numbers: Numbers) -> tuple[str, ...]:
-    """Say for each budget how the methods differ from DPO; budgets with the same differences share a sentence."""
+    """Say for each budget how the methods differ from the baseline; budgets with the same differences share a sentence.
+
+    Returns:
+        The sentences. A budget has none if no method in it could be compared with the baseline.
+    """
+    if numbers.baseline is None:
+        return ()
     setting = numbers.first_screen[0].setting
-    openings: dict[str, list[str]] = {}  # differences -> how a sentence about each of their budgets begins
+    budgets_with: dict[str, list[Budget | None]] = {}  # text about the differences -> budgets that it is true of
     for budget in numbers.budgets:
         groups = numbers.find_groups(setting, budget)
+        # The corrected p-value is nan if too many answers were forced for the comparison to be judged.
         judged = [group for group in groups if group.versus and not isnan(group.versus["ece"].p_corrected)]
         if not judged:
             continue
+        differences = _compare_with_baseline(judged, tasks=len(list_report_tasks(groups)))
+        budgets_with.setdefault(differences, []).append(budget)
+    sentences = []
+    for differences, budgets in budgets_with.items():
         opening = "Against"
-        if budget:
-            opening = f"{BUDGET_TITLES[budget]}, against"
-        differences = _compare_with_dpo(judged, tasks=len(list_report_tasks(groups)))
-        openings.setdefault(differences, []).append(opening)
-    points = []
-    for differences, openings_of_budgets in openings.items():
-        opening = openings_of_budgets[0]
-        if len(openings_of_budgets) > 1:
+        if len(budgets) > 1:
             opening = "Both budgets, against"
-        points.append(f"{opening} DPO on the same questions: {differences}.")
-    return tuple(points)
+        elif budgets[0] is not None:
+            opening = f"{BUDGET_TITLES[budgets[0]]}, against"
+        baseline = method_title(numbers.baseline)
+        sentences.append(f"{opening} {baseline} on the same questions: {differences}.")
+    return tuple(sentences)
 
 
-def _compare_with_dpo(judged: Sequence[GroupNumbers], tasks: int) -> str:
-    """Say which methods differ from DPO in ECE and in accuracy."""
+def _compare_with_baseline(judged: Sequence[GroupNumbers], tasks: int) -> str:
+    """Say which methods differ from the baseline in ECE and in accuracy. tasks: Number of tasks in the report."""
     in_ece = _compare_metric(judged, tasks, metric="ece", title="ECE", better="lower", worse="higher")
     in_accuracy = _compare_metric(judged, tasks, metric="accuracy", title="accuracy", better="higher", worse="lower")
     return f"{in_ece}; {in_accuracy}"
@@ -349,12 +401,22 @@ def _compare_with_dpo(judged: Sequence[GroupNumbers], tasks: int) -> str:
 def _compare_metric(
     judged: Sequence[GroupNumbers], tasks: int, *, metric: str, title: str, better: str, worse: str
 ) -> str:
+    """Say which methods are significantly better or worse in a metric.
+
+    Args:
+        judged: The groups that are compared.
+        tasks: Number of tasks in the report.
+        metric: Name of the metric.
+        title: How the sentence names the metric.
+        better: "higher" or "lower", whichever is better for this metric.
+        worse: The other one.
+    """
     parts = []
     for word, mark in ((better, "*"), (worse, "†")):
         marked = [group for group in judged if group.versus[metric].mark(metric) == mark]
         if marked:
             names = _name_methods(marked, tasks)
-            parts.append(f"{word} for {_join_names(names, most=len(names))}")
+            parts.append(f"{word} for {_join_names(names, max_names=len(names))}")
     if not parts:
         return f"no significant difference in {title}"
     return f"{title} is significantly {' and '.join(parts)}"
@@ -381,9 +443,9 @@ def _choose_verb(subjects: Sequence[str]) -> str:
     return "are"
 
 
-def _join_names(names: Sequence[str], most: int = 3) -> str:
-    """Join names as `a, b and c`; more than `most` names become the first name and the number of the others."""
-    if len(names) > most:
+def _join_names(names: Sequence[str], max_names: int = 3) -> str:
+    """Join names as `a, b and c`; more than `max_names` names become the first one and how many others there are."""
+    if len(names) > max_names:
         return f"{names[0]} and {len(names) - 1} others"
     if len(names) == 1:
         return names[0]

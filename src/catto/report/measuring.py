@@ -70,14 +70,14 @@ def ignore_progress(_done: int, _total: int) -> None:
 
 
 class SeedGroup(NamedTuple):
-    """Cells that differ only by seed, and the DPO cells of the same seeds and budget.
+    """Cells that differ only by seed, and the cells of the baseline that they are compared with.
 
     Attributes:
         budget: The budget of the group; None if no cell has one.
         in_distribution: Whether the cells are tested on the task that they were trained on.
-        cells: Indices of the group's cells, by seed.
-        baseline: Indices of the baseline's cells with the same seeds; empty for the baseline itself, and if any of them
-            is missing.
+        cells: Indices of the group's cells, in increasing order of their seeds.
+        baseline: Indices of the baseline's cells on the same task, training set and budget, for the same seeds in the
+            same order. Empty for the baseline's own group, without a baseline, and if the baseline lacks a seed.
     """
 
     budget: Budget | None
@@ -98,13 +98,19 @@ class _GroupPlace(NamedTuple):
 
 
 def plan_groups(cells: Sequence[Cell], baseline: str | None = BASELINE) -> list[SeedGroup]:
-    """Group the cells by budget, method, training set and task, in the order of the tables.
+    """Group the cells that differ only by seed.
 
-    A method that is the same in both budgets has a group in each.
+    A cell has no budget if its method is the same in both budgets. It is then in one group of each budget.
 
     Args:
-        cells: The cells of the experiment.
+        cells: The cells of the experiment, at least one.
         baseline: The method that the others are compared with; None if nothing is compared.
+
+    Returns:
+        The groups in the order of the tables: by budget, then by method. If no cell has a budget, no group has one.
+
+    Raises:
+        ValueError: Two cells have the same method, training set, task, seed and budget.
     """
     used_budgets = {cell.budget for cell in cells}
     budgets: list[Budget | None] = [budget for budget in BUDGETS if budget in used_budgets]
@@ -116,23 +122,21 @@ def plan_groups(cells: Sequence[Cell], baseline: str | None = BASELINE) -> list[
         for place, cell_of_seed in cells_at.items():
             baseline_of_seed: dict[int, int] = {}
             if baseline is not None and place.method != baseline:
-                baseline_of_seed = cells_at.get(_GroupPlace(place.trained_on, place.task, baseline), {})
+                baseline_of_seed = cells_at.get(place._replace(method=baseline), {})
             seeds = sorted(cell_of_seed)
-            baseline_cells = []
-            if cell_of_seed.keys() <= baseline_of_seed.keys():
-                baseline_cells = [baseline_of_seed[seed] for seed in seeds]
+            baseline_has_all_seeds = baseline_of_seed.keys() >= cell_of_seed.keys()
             group = SeedGroup(
                 budget=budget,
                 in_distribution=place.trained_on == place.task,
                 cells=[cell_of_seed[seed] for seed in seeds],
-                baseline=baseline_cells,
+                baseline=[baseline_of_seed[seed] for seed in seeds] if baseline_has_all_seeds else [],
             )
             groups.append(group)
     return groups
 
 
 def _index_cells(cells: Sequence[Cell], budget: Budget | None) -> dict[_GroupPlace, dict[int, int]]:
-    """Return place -> seed -> index of the cell, for the cells of a budget, in the order of the methods."""
+    """Return place -> seed -> index of the cell, for cells of this budget and without one, in the order of methods."""
     cells_at: dict[_GroupPlace, dict[int, int]] = {}
     in_order = sorted(range(len(cells)), key=lambda index: method_sort_key(cells[index].method))
     for index in in_order:
@@ -150,29 +154,36 @@ def measure_results(
     results: Results,
     folder: Path,
     cells: Sequence[CellAnswers],
-    known: Numbers | None = None,
+    earlier: Numbers | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Numbers:
-    """Measure all cells and groups.
+    """Measure all cells, then all groups, and decide the verdict.
 
     Args:
         results: The experiment.
-        folder: Its folder.
-        cells: The answers of each of its cells.
-        known: Numbers of an earlier build; those with unchanged inputs are kept.
-        progress: Called after each cell and group.
+        folder: Folder of the experiment.
+        cells: The answers of each cell of the experiment.
+        earlier: The numbers of an earlier build of the report; cells and groups with the same inputs are not measured
+            again. None if there is no earlier build.
+        progress: Called after each cell and each group with the number of those that are done, and their total.
+
+    Returns:
+        The numbers of the report, with p-values that are corrected for the comparisons in each table.
     """
     evaluation = results.evaluation
-    settings = MeasureSettings(RESAMPLED, evaluation.bins, evaluation.resamples)
+    settings = MeasureSettings(RESAMPLED, bins=evaluation.bins, resamples=evaluation.resamples)
     groups = plan_groups([answers.cell for answers in cells], results.baseline)
     total = len(cells) + len(groups)
-    known_cells = {} if known is None else {cell.input: cell for cell in known.cells}
-    known_groups = {} if known is None else {group.input: group for group in known.groups}
+    earlier_cells: dict[str, CellNumbers] = {}
+    earlier_groups: dict[str, GroupNumbers] = {}
+    if earlier is not None:
+        earlier_cells = {cell.input: cell for cell in earlier.cells}
+        earlier_groups = {group.input: group for group in earlier.groups}
 
     keys = _hash_cells(results, folder, cells)
     cell_numbers: list[CellNumbers] = []
     for answers, key in zip(cells, keys, strict=True):
-        measured = known_cells.get(key)
+        measured = earlier_cells.get(key)
         if measured is None:
             measured = measure_cell(answers, folder, settings=settings, unparsed=evaluation.unparsed, key=key)
         cell_numbers.append(measured)
@@ -180,7 +191,7 @@ def measure_results(
 
     group_numbers: list[GroupNumbers] = []
     for inputs in gather_group_inputs(groups, results, cells=cells, numbers=cell_numbers):
-        group = known_groups.get(inputs.key)
+        group = earlier_groups.get(inputs.key)
         if group is None:
             group = measure_group(inputs, settings)
         group_numbers.append(group)
@@ -194,7 +205,7 @@ def measure_results(
         groups=tuple(correct_group_p_values(group_numbers, results.baseline)),
         baseline=results.baseline,
     )
-    verdict = decide_verdict(numbers.first_screen, cells, settings, known)
+    verdict = decide_verdict(numbers.first_screen, cells, settings, earlier)
     return numbers.model_copy(update={"verdict": verdict})
 
 
@@ -225,27 +236,31 @@ def measure_cell(
     Args:
         answers: The answers of the cell.
         folder: Folder of the experiment.
-        settings: The resampled metrics, their bins and resamples.
-        unparsed: Whether forced answers count as wrong.
-        key: Hash of everything that the numbers depend on.
+        settings: The metrics that get an interval, their bins and the number of resamples. The other headline metrics
+            are measured without an interval.
+        unparsed: "wrong" if forced samples and validation answers count as wrong, "fallback" if they count as they are.
+            `answers` already follow it.
+        key: Hash of everything that the numbers depend on, which becomes their `input`.
+
+    Returns:
+        The numbers of the cell.
     """
     resampled = measure_runs([answers.by_question], settings)
     null = resampled["ece"].null
     assert null is not None  # every calibration metric has a null band
     metrics = {}
     for name, metric in resampled.items():
-        if name != GAP:
+        if name != GAP:  # a field of its own
             metrics[name] = metric.interval
     for name, value in _measure_without_interval(answers, settings).items():
-        metrics[name] = Interval(value, nan, nan, settings.level)
+        metrics[name] = Interval(value, low=nan, high=nan, level=settings.level)
     metrics |= measure_preference([answers], settings)
 
-    sources = ParseCounts.of(answers.read_as or ())
+    sources = answers.sources
+    assert sources is not None  # every prediction says how its answer was parsed
     selection = measure_selection(answers.cell, folder, unparsed)
     others = compare_with_posterior(answers)
-    others["fallback_rate"] = sources.share("fallback")
-    others["plain_rate"] = sources.share("plain")
-    others["accuracy_unparsed_wrong"] = float(answers.count_unparsed_as_wrong().correct.mean())
+    others |= _measure_parsing(answers, sources)
     others |= selection.others
     others |= measure_risk(answers, folder, unparsed)
     if answers.margins:
@@ -262,6 +277,15 @@ def measure_cell(
         selection=selection.accuracy,
         others=others,
     )
+
+
+def _measure_parsing(answers: CellAnswers, sources: ParseCounts) -> dict[str, float]:
+    """Return the shares of forced answers and of answers without tags, and the accuracy if forced answers are wrong."""
+    return {
+        "fallback_rate": sources.share("fallback"),
+        "plain_rate": sources.share("plain"),
+        "accuracy_unparsed_wrong": float(answers.count_unparsed_as_wrong().correct.mean()),
+    }
 
 
 def _measure_without_interval(answers: CellAnswers, settings: MeasureSettings) -> dict[str, float]:
@@ -281,7 +305,7 @@ class SelectionNumbers(NamedTuple):
     """The results of choosing among sampled answers.
 
     Attributes:
-        accuracy: k -> rule -> accuracy of the chosen answers.
+        accuracy: k -> rule -> accuracy of the chosen answers, with its interval.
         others: auroc_within (only if some question has a right and a wrong sample), questions_with_both (their number),
             sample_fallback_rate, sampling_temperature (at which the samples were drawn) and tau (at which their
             confidences are compared).
@@ -292,56 +316,64 @@ class SelectionNumbers(NamedTuple):
 
 
 def measure_selection(cell: Cell, folder: Path, unparsed: Unparsed) -> SelectionNumbers:
-    """Measure every rule that chooses among k samples, at k = 1, 2, 4, ... and at the number of samples.
+    """Measure every rule that chooses among k of a cell's n samples, for k = 1, 2, 4, ... below n, and for k = n.
 
     Args:
-        cell: The cell; both fields of the result are empty if it has no candidates.
+        cell: The cell.
         folder: Folder of the experiment.
-        unparsed: Whether forced answers count as wrong.
+        unparsed: "wrong" if forced samples count as wrong, "fallback" if they count as they are.
+
+    Returns:
+        The results; both fields are empty if the cell has no samples.
     """
     if cell.candidates is None:
         return SelectionNumbers({}, {})
     path = folder / cell.candidates
-    predictions = list(read_records(path, Prediction))
+    samples = list(read_records(path, Prediction))
     with data_errors_at(path):
-        tau = _comparison_temperature(cell, predictions)
-        # Rescaling needs the label of a forced answer, so it comes before that label is dropped.
-        compared = rescale_predictions(predictions, tau)
+        tau = _choose_comparison_temperature(cell, samples)
+        # Rescaling needs the label of a forced sample, so it comes before that label is dropped.
+        rescaled = rescale_predictions(samples, tau)
         if unparsed == "wrong":
-            compared = _drop_forced_labels(compared)
-        candidates = gather_candidates(compared)
+            rescaled = _drop_forced_labels(rescaled)
+        candidates = gather_candidates(rescaled)
 
+    samples_per_question = candidates.label.shape[1]
     accuracy: dict[int, dict[str, Interval]] = {}
-    for k in _sample_counts(candidates.label.shape[1]):
+    for k in _list_sample_counts(samples_per_question):
         accuracy[k] = {}
         for selected in measure_rules(candidates, k):
             accuracy[k][selected.rule] = Interval(selected.accuracy, selected.low, selected.high, LEVEL)
 
+    sources = ParseCounts.of(sample.source for sample in samples)
+    sampling_temperature = cell.sampling_temperature
+    if sampling_temperature is None:
+        sampling_temperature = samples[0].temperature  # all samples of a cell are drawn at the same temperature
     within = within_questions(candidates)
-    sources = ParseCounts.of(prediction.source for prediction in predictions)
-    drawn_at = cell.sampling_temperature
-    if drawn_at is None:
-        drawn_at = predictions[0].temperature
     others = {
         "questions_with_both": float(within.questions),
         "sample_fallback_rate": sources.share("fallback"),
-        "sampling_temperature": drawn_at,
+        "sampling_temperature": sampling_temperature,
         "tau": tau,
     }
-    if within.pairs:
+    if within.pairs > 0:
         others["auroc_within"] = within.value
     return SelectionNumbers(accuracy, others)
 
 
-def _comparison_temperature(cell: Cell, predictions: Sequence[Prediction]) -> float:
-    """Return the temperature at which the confidences of samples are compared."""
+def _choose_comparison_temperature(cell: Cell, samples: Sequence[Prediction]) -> float:
+    """Return the temperature at which the confidences of samples are compared.
+
+    It is the temperature that was fitted for the cell, or else the one at which the samples were drawn (1 for greedy
+    samples). It is always 1 if the confidences cannot be rescaled.
+    """
     # Without the logsumexp over the vocabulary, confidences are known only at temperature 1.
-    can_rescale = any(prediction.logsumexp is not None for prediction in predictions)
+    can_rescale = any(sample.logsumexp is not None for sample in samples)
     if not can_rescale:
         return 1.0
     if cell.tau is not None:
         return cell.tau
-    return predictions[0].temperature or 1.0
+    return samples[0].temperature or 1.0
 
 
 def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -355,8 +387,8 @@ def _drop_forced_labels(predictions: Sequence[Prediction]) -> list[Prediction]:
     return changed
 
 
-def _sample_counts(largest: int) -> list[int]:
-    """Return the powers of two below `largest`, and `largest` itself."""
+def _list_sample_counts(largest: int) -> list[int]:
+    """Return the powers of two below `largest`, and `largest` itself: 1, 2, 4 and 6 for 6."""
     counts = []
     count = 1
     while count < largest:
@@ -366,17 +398,24 @@ def _sample_counts(largest: int) -> list[int]:
 
 
 def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict[str, float]:
-    """Fit the threshold for an error rate of RISK on the validation answers, and apply it to the test answers.
+    """Fit a confidence threshold for an error rate of RISK on the validation answers; apply it to the test answers.
+
+    Only answers whose confidence reaches the threshold are given.
 
     Args:
         answers: The test answers.
         folder: Folder of the experiment.
-        unparsed: Whether forced answers count as wrong.
+        unparsed: "wrong" if forced validation answers count as wrong, "fallback" if they count as they are. The test
+            answers already follow it.
 
     Returns:
-        Empty without validation answers. Otherwise risk_promised, 0 if no threshold can promise the error rate and 1 if
-        one can, and risk_coverage, the share of test questions that are then answered. With a threshold also
-        risk_threshold, risk_bound and, if any question is answered, risk_errors.
+        Name -> number; empty if the cell has no validation answers.
+
+        - risk_promised: 1 if a threshold was found, 0 if none can promise the error rate.
+        - risk_coverage: Share of the test questions that are answered; 0 without a threshold.
+        - risk_threshold: The threshold. This and the following numbers are missing if there is none.
+        - risk_bound: Upper bound of the error rate above the threshold, from the validation answers.
+        - risk_errors: Share of the given test answers that are wrong; missing if none is given.
     """
     cell = answers.cell
     if cell.validation is None:
@@ -385,28 +424,29 @@ def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict
     predictions = list(read_records(path, Prediction))
     with data_errors_at(path):
         predictions = _rescale_like_cell(cell, predictions)
-        confidence = []
-        correct = []
-        for prediction in predictions:
-            confidence.append(prediction.confidence)
-            correct.append(prediction.counts_as_correct(unparsed))
+        confidence = [prediction.confidence for prediction in predictions]
+        correct = [prediction.counts_as_correct(unparsed) for prediction in predictions]
         fitted = threshold_for_risk(confidence, correct, RISK, DELTA)
     if fitted.threshold is None:
         return {"risk_promised": 0.0, "risk_coverage": 0.0}
-    answered = answers.correct[answers.confidence >= fitted.threshold]
+    is_given = answers.confidence >= fitted.threshold
     numbers = {
         "risk_promised": 1.0,
         "risk_threshold": fitted.threshold,
         "risk_bound": fitted.bound,
-        "risk_coverage": len(answered) / len(answers),
+        "risk_coverage": int(is_given.sum()) / len(answers),
     }
-    if len(answered) > 0:
-        numbers["risk_errors"] = float((~answered).mean())
+    if is_given.any():
+        is_wrong = ~answers.correct
+        numbers["risk_errors"] = float(is_wrong[is_given].mean())
     return numbers
 
 
 def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Prediction]:
-    """Rescale the model's own confidences as the cell's method does; unchanged if the method does not rescale."""
+    """Rescale validation predictions, which have the model's own confidences, as the cell's method does.
+
+    They are returned unchanged if the method does not rescale.
+    """
     if cell.vector is not None:
         return scale_by_vector(predictions, cell.vector)
     is_scaled = strip_scaling(cell.method) != cell.method
@@ -417,50 +457,55 @@ def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Predic
 
 
 def measure_preference(runs: Sequence[CellAnswers], settings: MeasureSettings) -> dict[str, Interval]:
-    """Measure the held-out preference accuracy as a mean over runs.
+    """Measure the held-out preference accuracy as a mean over runs: how often the chosen response has a higher reward.
 
     Args:
         runs: The cells of one method, one per seed.
         settings: Number of resamples, level and seed.
 
     Returns:
-        Name in PREFERENCE -> accuracy. Empty if a run has no pairs. The accuracy of the reasoning is omitted if no
-        two responses of a run differ in their reasoning.
+        Name in PREFERENCE -> accuracy with its interval. Empty if a run has no pairs. The accuracy of the reasoning is
+        left out if, in every pair of some run, both responses have the same reasoning.
     """
-    pairs = [run.margins for run in runs]
-    if not all(pairs):
+    margins_of_runs = [run.margins for run in runs]
+    if not all(margins_of_runs):  # an empty list of margins counts as False
         return {}
-    resamples = settings.draws(max(len(margins) for margins in pairs))
+    resamples = settings.draws(max(len(margins) for margins in margins_of_runs))
     intervals = {}
     for name, part in PREFERENCE.items():
-        interval = preference_interval(pairs, part, resamples=resamples, level=settings.level, seed=settings.seed)
+        interval = preference_interval(
+            margins_of_runs, part, resamples=resamples, level=settings.level, seed=settings.seed
+        )
         if isfinite(interval.value):
             intervals[name] = interval
     return intervals
 
 
 def compare_with_posterior(answers: CellAnswers) -> dict[str, float]:
-    """Compare the confidences with the exact posterior.
+    """Compare answers and confidences with the exact posterior probabilities of the labels.
 
     Returns:
-        Empty if a question has no posterior. Otherwise three numbers in [0, 1]: true_error, the mean
-        |confidence - posterior(answer)|; bayes_accuracy, the share of questions whose most probable label is the gold
-        label; regret, the mean of the largest posterior probability minus that of the given answer.
+        Name -> number in [0, 1]; empty if a question has no posterior.
+
+        - true_error: Mean of |confidence - posterior probability of the answer|.
+        - bayes_accuracy: Share of questions whose most probable label is the gold label. If several labels are equally
+          probable, the first one counts.
+        - regret: Mean of the posterior probability of the most probable label minus that of the answer.
     """
     posteriors = answers.posteriors
     if not posteriors:
         return {}
-    truth = answers.truth
-    is_gold_likeliest = []
-    largest = []
+    probability_of_answer = answers.truth
+    probability_of_best = []
+    is_best_gold = []
     for posterior, question in zip(posteriors, answers.asked, strict=True):
-        likeliest = max(posterior, key=posterior.__getitem__)
-        is_gold_likeliest.append(likeliest == question.gold)
-        largest.append(posterior[likeliest])
+        best_label = max(posterior, key=lambda label: posterior[label])
+        probability_of_best.append(posterior[best_label])
+        is_best_gold.append(best_label == question.gold)
     return {
-        "true_error": float(np.abs(answers.confidence - truth).mean()),
-        "bayes_accuracy": float(np.mean(is_gold_likeliest)),
-        "regret": float(np.mean(np.array(largest) - truth)),
+        "true_error": float(np.abs(answers.confidence - probability_of_answer).mean()),
+        "bayes_accuracy": float(np.mean(is_best_gold)),
+        "regret": float(np.mean(np.array(probability_of_best) - probability_of_answer)),
     }
 
 
@@ -471,13 +516,14 @@ class GroupInputs(NamedTuple):
     """The inputs needed to measure a group.
 
     Attributes:
-        key: Hash of all other fields.
-        budget: The budget of the group.
-        has_papers_budget: Whether every model of the group was trained like the paper's, see `has_papers_budget`.
-        swaps: Number of swaps of each comparison with DPO.
+        key: Hash of everything that the numbers of the group depend on.
+        budget: The budget of the group; None if the experiment has no budgets.
+        has_papers_budget: Whether every model of the group was trained with the paper's budget, epochs and number of
+            pairs.
+        swaps: Maximum number of swaps in each comparison with the baseline.
         cells: The answers of each seed.
         numbers: The numbers of each seed.
-        baseline: The answers of DPO for the same seeds; empty if there is no comparison.
+        baseline: The answers of the baseline for the same seeds; empty if there is no comparison.
     """
 
     key: str
@@ -499,13 +545,16 @@ def gather_group_inputs(
         results: The experiment.
         cells: The answers of each cell.
         numbers: The numbers of each cell, in the same order.
+
+    Yields:
+        The inputs of each group, in the order of `groups`.
     """
-    # Every group with a baseline is compared with it in each metric of COMPARED.
     compared_groups = Counter(group.table for group in groups if group.baseline)
     for group in groups:
-        comparisons = len(COMPARED) * compared_groups[group.table]
-        # The correction for more comparisons needs smaller p-values, which take more swaps.
-        swaps = max(results.evaluation.resamples, SWAPS_PER_COMPARISON * comparisons)
+        # P-values are corrected for all comparisons in the table: each of its groups with a baseline is compared in
+        # each metric. The more there are, the smaller a p-value has to be, and small p-values take many swaps.
+        comparisons_in_table = len(COMPARED) * compared_groups[group.table]
+        swaps = max(results.evaluation.resamples, SWAPS_PER_COMPARISON * comparisons_in_table)
         group_answers = [cells[index] for index in group.cells]
         all_like_paper = all(_had_papers_training(answers.cell, group.budget, results) for answers in group_answers)
         cell_hashes = [numbers[index].input for index in (*group.cells, *group.baseline)]
@@ -521,51 +570,66 @@ def gather_group_inputs(
 
 
 def measure_group(inputs: GroupInputs, settings: MeasureSettings) -> GroupNumbers:
-    """Measure one method on one task over its seeds, and compare it with DPO."""
-    seeds = inputs.numbers
-    # The seeds of a method answer the same questions, which are resampled together.
+    """Measure one method on one task over its seeds, and compare it with the baseline.
+
+    Args:
+        inputs: What is measured.
+        settings: The bins of the metrics, and how they are resampled; the metrics are those of COMPARED, and the gap.
+
+    Returns:
+        The numbers of the group. P-values are not corrected yet, see `correct_group_p_values`.
+    """
+    cells = inputs.numbers
+    # A question that several seeds answer is drawn for all of them at once: `by_question` has the ids of the questions.
     runs = [answers.by_question for answers in inputs.cells]
-    baseline = [answers.by_question for answers in inputs.baseline]
     resampled = measure_runs(runs, replace(settings, metrics=(*COMPARED, GAP)))
     null = resampled["ece"].null
     assert null is not None  # every calibration metric has a null band
     intervals = {name: resampled[name].interval for name in COMPARED}
     intervals |= measure_preference(inputs.cells, settings)
 
-    compared = replace(settings, metrics=COMPARED)
-    versus = {}
-    versus_seed = {}
-    if baseline:
-        versus = _compare_with_baseline(runs, baseline, compared, inputs.swaps)
-        for cell, run, baseline_run in zip(seeds, runs, baseline, strict=True):
-            versus_seed[cell.seed] = _compare_with_baseline([run], [baseline_run], compared)
+    compared_metrics = replace(settings, metrics=COMPARED)
+    versus: dict[str, Versus] = {}
+    versus_seed: dict[int, dict[str, Versus]] = {}
+    if inputs.baseline:
+        baseline_runs = [answers.by_question for answers in inputs.baseline]
+        versus = _compare_with_baseline(runs, baseline_runs, compared_metrics, inputs.swaps)
+        for cell, run, baseline_run in zip(cells, runs, baseline_runs, strict=True):
+            versus_seed[cell.seed] = _compare_with_baseline([run], [baseline_run], compared_metrics)
 
-    # The numbers of samples may differ between seeds; a mean needs every seed.
-    shared_counts = set.intersection(*(set(cell.selection) for cell in seeds))
-    selection = {}
-    for k in sorted(shared_counts):
-        selection[k] = _summarise_numbers([cell.selection[k] for cell in seeds])
     return GroupNumbers(
-        **seeds[0].model_dump(include={"task", "trained_on", "method"}),
+        **cells[0].model_dump(include={"task", "trained_on", "method"}),
         budget=inputs.budget,
-        seeds=tuple(cell.seed for cell in seeds),
+        seeds=tuple(cell.seed for cell in cells),
         input=inputs.key,
-        n=max(cell.n for cell in seeds),
-        metrics=_summarise_numbers([cell.metrics for cell in seeds]),
+        n=max(cell.n for cell in cells),
+        metrics=_summarise_numbers([cell.metrics for cell in cells]),
         intervals=intervals,
         gap=resampled[GAP].interval,
         null=null,
-        sources=ParseCounts.total_of(cell.sources for cell in seeds),
+        sources=ParseCounts.total_of(cell.sources for cell in cells),
         papers_budget=inputs.has_papers_budget,
         versus=versus,
         versus_seed=versus_seed,
-        selection=selection,
-        others=_summarise_numbers([cell.others for cell in seeds]),
+        selection=_summarise_selection(cells),
+        others=_summarise_numbers([cell.others for cell in cells]),
     )
 
 
+def _summarise_selection(cells: Sequence[CellNumbers]) -> dict[int, dict[str, SeedSummary]]:
+    """Return k -> rule -> accuracy over the seeds, for every k that all seeds have.
+
+    Seeds with different numbers of samples have different values of k.
+    """
+    shared_k = set.intersection(*(set(cell.selection) for cell in cells))
+    return {k: _summarise_numbers([cell.selection[k] for cell in cells]) for k in sorted(shared_k)}
+
+
 def _summarise_numbers(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[str, SeedSummary]:
-    """Summarise the numbers that all seeds have. For a risk threshold, the seeds that have one are enough."""
+    """Summarise each number over the seeds. A number that is missing or undefined for a seed is left out.
+
+    The numbers of the risk threshold are summarised over the seeds that have a threshold.
+    """
     values: dict[str, list[float]] = {}
     for seed in seeds:
         for name, number in seed.items():
@@ -581,82 +645,96 @@ def _summarise_numbers(seeds: Sequence[Mapping[str, Interval | float]]) -> dict[
 
 
 def _compare_with_baseline(
-    runs: Sequence[Answers], baseline: Sequence[Answers], settings: MeasureSettings, swaps: int = 0
+    runs: Sequence[Answers], baseline_runs: Sequence[Answers], settings: MeasureSettings, swaps: int = 0
 ) -> dict[str, Versus]:
-    """Compare with DPO, metric by metric, without metrics (such as AUROC) that are undefined on one side."""
+    """Compare with the baseline, metric by metric, without metrics that are undefined for either of the two.
+
+    The AUROC, for example, is undefined if all answers are right. P-values are not corrected.
+    """
     versus = {}
-    for name, comparison in compare_runs(runs, baseline, settings, swaps=swaps).items():
+    for name, comparison in compare_runs(runs, baseline_runs, settings, swaps=swaps).items():
         if isfinite(comparison.difference):
             versus[name] = Versus(**vars(comparison))
     return versus
 
 
 class _ComparisonId(NamedTuple):
+    """Identifies a comparison with the baseline: the index of the group, and the metric."""
+
     group: int
     metric: str
 
 
 def correct_group_p_values(groups: Sequence[GroupNumbers], baseline: str | None = BASELINE) -> list[GroupNumbers]:
-    """Correct the p-values of each table by Holm's method.
+    """Correct the p-values of the comparisons with the baseline by Holm's method, separately for each table.
 
-    A comparison is excluded, and its corrected p-value is nan, if more than a fifth of either side's answers were
-    forced.
+    A comparison is not judged if too many answers of the method or of the baseline were forced. It then does not count
+    in the correction of the others, and its corrected p-value is nan.
 
     Args:
         groups: The groups of all tables.
-        baseline: The method that the others are compared with.
+        baseline: The method that the others are compared with; None if nothing is compared.
+
+    Returns:
+        The groups in the same order, with corrected p-values.
     """
     corrected: dict[_ComparisonId, float] = {}
     for p_values in _gather_p_values(groups, baseline):
         corrected |= zip(p_values, holm(list(p_values.values())), strict=True)
-    judged = []
+    corrected_groups = []
     for index, group in enumerate(groups):
-        judged_versus = {}
+        versus_of_metric = {}
         for metric, versus in group.versus.items():
             p_corrected = corrected.get(_ComparisonId(index, metric), nan)
-            judged_versus[metric] = replace(versus, p_corrected=p_corrected)
-        judged.append(group.model_copy(update={"versus": judged_versus}))
-    return judged
+            versus_of_metric[metric] = replace(versus, p_corrected=p_corrected)
+        corrected_groups.append(group.model_copy(update={"versus": versus_of_metric}))
+    return corrected_groups
 
 
 def _gather_p_values(groups: Sequence[GroupNumbers], baseline: str | None) -> list[dict[_ComparisonId, float]]:
-    """Return the p-values of each table, without comparisons that involve too many forced answers."""
-    forced = set()
+    """Return the p-values of each table, except for comparisons in which either side has too many forced answers."""
+    forced_groups = set()
     for group in groups:
         if group.sources.forced:
-            forced.add((group.budget, group.trained_on, group.task, group.method))
-    tables: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
+            forced_groups.add((group.budget, group.trained_on, group.task, group.method))
+    p_values_of_table: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
     for index, group in enumerate(groups):
         place = (group.budget, group.trained_on, group.task)
-        is_forced = (*place, group.method) in forced or (*place, baseline) in forced
-        if is_forced:
+        method_is_forced = (*place, group.method) in forced_groups
+        baseline_is_forced = (*place, baseline) in forced_groups
+        if method_is_forced or baseline_is_forced:
             continue
-        p_values = tables[group.budget, group.setting]
+        p_values = p_values_of_table[group.budget, group.setting]
         for metric, versus in group.versus.items():
             p_values[_ComparisonId(index, metric)] = versus.p_value
-    return list(tables.values())
+    return list(p_values_of_table.values())
 
 
 # ---- the paper's budget
 
 
 def has_papers_budget(name: str, budget: Budget | None, training: Training | None) -> bool:
-    """Return whether a model was trained as in the paper: with its budget, epochs and pairs, as far as recorded.
+    """Return whether a model was trained with the paper's budget, epochs and number of pairs.
+
+    Epochs and pairs are checked only if they are recorded.
 
     Args:
-        name: Name of the method.
-        budget: The budget of the group. It does not matter for methods that are the same in both budgets.
+        name: Name of the method; the result is False for a method that is not in METHODS.
+        budget: The budget of the group: "paper", "matched" or None. It does not matter for methods that are the same in
+            both budgets.
         training: How the model, or the model that it rescales, was trained; None if nothing is recorded.
     """
     if not is_known_method(name):
         return False
-    if budget == "matched" and find_method(name).budgeted:
+    differs_by_budget = find_method(name).budgeted
+    if differs_by_budget and budget == "matched":
         return False
     if training is None:
         return True
     effort = METHODS[strip_scaling(name)].effort["paper"]
     same_epochs = training.epochs is None or training.epochs == effort.epochs
-    same_pairs = effort.pairs is None or training.rows is None or training.rows == effort.pairs
+    uses_all_pairs = effort.pairs is None  # their number depends on the data
+    same_pairs = uses_all_pairs or training.rows is None or training.rows == effort.pairs
     return same_epochs and same_pairs
 
 

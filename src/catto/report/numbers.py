@@ -32,13 +32,15 @@ BASELINE = "dpo"
 
 
 def supported_decimals(n: int) -> int:
-    """Return how many decimals of a percentage n questions support: the last digit is worth at least one question.
+    """Return with how many decimals to print a percentage of n questions.
+
+    A step of the last decimal is at least one question: with 1,000 questions, one question is 0.1 %.
 
     Args:
         n: Number of questions.
 
     Returns:
-        0, 1 or 2.
+        0 below 1,000 questions, 1 below 10,000, and otherwise 2.
 
     >>> [supported_decimals(n) for n in (400, 1000, 20_000)]
     [0, 1, 2]
@@ -164,38 +166,44 @@ class Results(Record):
         return EvaluationSettings.model_validate(block)
 
 
-# Fields of the statistics that numbers.json omits -> the placeholder that they get when the file is read.
+# Fields of the statistics that have no default and are not in numbers.json -> what they are set to when it is read.
 PLACEHOLDERS = {"level": nan, "a": nan, "b": nan, "n": 0}
 # Fields for which null means None, and not nan.
 NULLABLE_FIELDS = ("reason", "std")
 
 
-def _store_fields(kind: type[Any], *names: str) -> tuple[BeforeValidator, PlainSerializer]:
-    """Return a validator and a serializer, with which pydantic stores only the named fields of a statistic.
+def _store_fields(statistic: type[Any], *names: str) -> tuple[BeforeValidator, PlainSerializer]:
+    """Make pydantic store only some fields of a statistic, with null for numbers that are nan or infinite.
 
-    A number that is nan or infinite is stored as null. When a statistic is read, missing fields get their placeholders.
+    Args:
+        statistic: The dataclass of the statistic, such as `Interval`.
+        names: The fields to store.
+
+    Returns:
+        Two annotations for a field of that type. The first one restores a statistic from a file: null becomes nan, and
+        fields that were not stored are set to their placeholders. The second one chooses what is written.
     """
-    placeholders = {}
-    for field in fields(kind):
+    placeholders: dict[str, Any] = {}
+    for field in fields(statistic):
         if field.name in PLACEHOLDERS:
             placeholders[field.name] = PLACEHOLDERS[field.name]
 
     def read_fields(value: object) -> object:
         if not isinstance(value, Mapping):
-            return value
-        restored: dict[str, Any] = dict(placeholders)
-        for name, item in value.items():
-            is_undefined = item is None and name not in NULLABLE_FIELDS
-            restored[name] = nan if is_undefined else item
+            return value  # already a statistic: the record is made by our code and not read from a file
+        restored = dict(placeholders)
+        for name, stored_value in value.items():
+            is_undefined = stored_value is None and name not in NULLABLE_FIELDS
+            restored[name] = nan if is_undefined else stored_value
         return restored
 
     def write_fields(value: object) -> dict[str, Any]:
-        stored = {}
+        written = {}
         for name in names:
-            item = getattr(value, name)
-            is_undefined = isinstance(item, float) and not isfinite(item)
-            stored[name] = None if is_undefined else item
-        return stored
+            field_value = getattr(value, name)
+            is_undefined = isinstance(field_value, float) and not isfinite(field_value)
+            written[name] = None if is_undefined else field_value
+        return written
 
     return BeforeValidator(read_fields), PlainSerializer(write_fields)
 
@@ -211,7 +219,7 @@ class MeasuredPlace(CellIdentity):
 
     Attributes:
         input: Hash of everything that the numbers depend on.
-        n: Number of questions.
+        n: Number of questions; of a group, that of the seed with the most questions.
         gap: Mean confidence minus accuracy.
         null: Null band of the ECE.
         sources: How the answers were parsed.
@@ -230,13 +238,18 @@ class CellNumbers(MeasuredPlace):
     Attributes:
         seed: The seed.
         model: Name of the model.
-        metrics: Metric -> value. If held-out pairs were scored, also preference_accuracy and
+        metrics: Metric -> value with its interval. If held-out pairs were scored, also preference_accuracy and
             preference_accuracy_reasoning.
-        selection: k -> rule -> accuracy of choosing among k samples.
-        others: Numbers without an interval; the page has their definitions. If the posterior is known: true_error,
-            bayes_accuracy, regret. About parsing: fallback_rate, plain_rate, accuracy_unparsed_wrong. About sampled
-            answers: auroc_within, questions_with_both, sample_fallback_rate, sampling_temperature, tau. risk_*: the
-            threshold fitted on validation answers and its effect. preference_pairs: number of held-out pairs.
+        selection: k -> rule -> accuracy of choosing among k samples; empty if none were drawn.
+        others: Name -> number without an interval.
+
+            - If the posteriors are known: true_error, bayes_accuracy and regret.
+            - About parsing: fallback_rate, plain_rate and accuracy_unparsed_wrong.
+            - About samples, if there are any: auroc_within, questions_with_both, sample_fallback_rate,
+              sampling_temperature and tau.
+            - About a threshold fitted on validation answers, if there are any: risk_promised, risk_coverage,
+              risk_threshold, risk_bound and risk_errors.
+            - If held-out pairs were scored: preference_pairs, their number.
     """
 
     seed: int
@@ -282,10 +295,10 @@ class GroupNumbers(MeasuredPlace):
 
     @property
     def shown_gap(self) -> float:
-        """The gap, if the group is measurably miscalibrated; 0 if it is not.
+        """Mean confidence minus accuracy if the group is measurably miscalibrated; 0 if it is not.
 
-        It is nan if the group is overconfident in some bins and underconfident in others. A significant gap counts as
-        miscalibration even if the ECE is within its null band.
+        It is if its ECE is above the null band or, with an ECE within the null band, if the gap is significant. The
+        result is nan if the ECE is above the null band, but overconfident and underconfident bins largely cancel out.
         """
         gap = self.gap.value
         if self.within_null:
@@ -307,8 +320,10 @@ class Verdict(Record):
         input: Hash of the groups that are compared.
         metric: The loss that decides.
         n: Number of questions of the smallest task.
-        losses: Method -> mean loss over tasks and seeds, lowest first; without methods with too many forced answers.
-        behind: Method -> how much worse it is than the first, with p-values corrected for all pairs of methods.
+        losses: Method -> mean loss over tasks and seeds, lowest first. Methods that cannot be compared are not in it:
+            those with too many forced answers, and those that lack a run that others have.
+        behind: Every method of `losses` except the first -> its loss minus that of the first, with p-values corrected
+            for all pairs of methods.
     """
 
     input: str
@@ -338,8 +353,9 @@ class Numbers(Record):
         resamples: Number of bootstrap resamples.
         cells: The numbers of each cell.
         groups: The numbers of each group of seeds.
-        verdict: The verdict on the groups of the first screen. None for fewer than two methods. Also None if posteriors
-            are unknown and all answers are right, or all wrong: the Brier score would only rank by confidence.
+        verdict: The verdict on the groups of the first screen. None if fewer than two methods can be compared. Also
+            None if posteriors are unknown and all answers are right, or all wrong: the Brier score would only rank the
+            methods by their mean confidence.
         baseline: The method that the others are compared with; None if nothing is compared.
     """
 
@@ -356,8 +372,8 @@ class Numbers(Record):
         """Return the groups of one setting and budget, in the order of `groups`; empty if there are none.
 
         Args:
-            setting: In distribution, out of distribution, or both.
-            budget: The budget.
+            setting: "in" for groups tested on the task that they were trained on, "out" for the others, "any" for both.
+            budget: The budget; None finds the groups of an experiment without budgets.
         """
         groups = []
         for group in self.groups:
@@ -368,9 +384,10 @@ class Numbers(Record):
 
     @property
     def first_screen(self) -> list[GroupNumbers]:
-        """The groups to show first: those of the last budget in distribution, or else out of distribution. Never empty.
+        """The groups to show first, at least one: those of the last budget that are in distribution.
 
-        The last budget is the matched one if the experiment has it.
+        If none is in distribution, they are the groups of the last budget that are out of distribution. The last budget
+        is the matched one if the experiment has it.
         """
         last_budget = self.budgets[-1]
         return self.find_groups("in", last_budget) or self.find_groups("out", last_budget)
@@ -382,25 +399,26 @@ class Numbers(Record):
 
 
 def read_numbers(path: Path) -> Numbers | None:
-    """Read the numbers of an earlier build.
+    """Read the numbers that an earlier build of the report measured.
 
     Args:
         path: The file numbers.json.
 
     Returns:
-        The numbers; None if there is no such file, or if a different version wrote it.
+        The numbers; None if there is no such file, or if a different version of the report wrote it.
 
     Raises:
-        DataError: This version wrote the file, but it is broken.
+        DataError: This version of the report wrote the file, but it is broken.
     """
     if not path.exists():
         return None
-    text = path.read_bytes()
-    # The fields of other versions may differ, so the version is looked up before the file is parsed.
-    version = f'"version": {VERSION},'.encode()
-    if version not in text[:200]:
+    content = path.read_bytes()
+    # The fields of other versions may differ, so the version is looked up before the file is parsed. It is the first
+    # field in the file.
+    version_field = f'"version": {VERSION},'.encode()
+    if version_field not in content[:200]:
         return None
     try:
-        return Numbers.model_validate_json(text)
+        return Numbers.model_validate_json(content)
     except ValidationError as error:
         raise DataError(path, None, f"{describe_first_problem(error)}; delete it to measure again") from None

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from catto.metrics.catalogue import METRICS
-from catto.report import tables as names
+from catto.report import tables as titles
 from catto.report.browser import Browser
 from catto.report.drawing import BLUE, GREY, INK, PALE, RED
 from catto.report.figures import Picture, choose_looks
@@ -52,16 +52,13 @@ def render_page(
         results: the experiment.
         numbers: the numbers measured on it.
         tables: all tables, in order.
-        drawn: all figures, each with its SVG text.
-        browser: the predictions to list.
+        drawn: all figures, each with its SVG text, in order.
+        browser: the predictions that the page lists.
 
     Returns:
         The text of the HTML file.
     """
-    style = _read_template("report.css")
     script = _read_template("report.js") + _read_template("browser.js")
-    tasks = names.list_report_tasks(numbers.groups)
-    sources = sorted({cell.trained_on for cell in numbers.cells}, key=task_order)
     methods = sorted({cell.method for cell in numbers.cells}, key=method_order)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -70,9 +67,10 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # `Markup` is not escaped: the style and the script are our own files, and `script_json` escapes the data itself.
     return environment.get_template("report.html.j2").render(
         policy=_write_policy(script),
-        style=Markup(style),
+        style=Markup(_read_template("report.css")),
         script=Markup(script),
         data=Markup(script_json(_collect_data(numbers, browser))),
         results=results,
@@ -81,13 +79,13 @@ def render_page(
         first_pictures=_choose_first_pictures(numbers, drawn),
         all_tables=tables,
         drawn=drawn,
-        tasks=tasks,
-        sources=sources,
+        tasks=titles.list_report_tasks(numbers.groups),
+        sources=sorted({cell.trained_on for cell in numbers.cells}, key=task_order),
         methods=methods,
         seeds=sorted({cell.seed for cell in numbers.cells}),
         metrics=METRICS,
         browser=browser,
-        names=names,
+        names=titles,  # functions and constants that give tasks, methods, settings and budgets their titles
         baseline=_title_baseline(numbers),
         inline_svg=inline_svg,
         group_index={group.input: index for index, group in enumerate(numbers.groups)},
@@ -115,7 +113,7 @@ def _read_template(name: str) -> str:
 def _write_policy(script: str) -> str:
     """Return a content security policy: the page may run its own script, identified by its hash, and load nothing.
 
-    Inline styles are allowed, because figures and dots have style attributes, which a hash does not cover.
+    Inline styles are allowed, because figures and coloured dots have style attributes, which a hash does not cover.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = [
@@ -138,19 +136,24 @@ def _choose_colours(methods: Sequence[str]) -> dict[str, str]:
 
 
 def _choose_first_pictures(numbers: Numbers, drawn: Sequence[DrawnPicture]) -> list[DrawnPicture]:
-    """Return the reliability diagrams of the first screen: DPO and the best other method, on the first task."""
+    """Return the reliability diagrams of the first screen: the baseline and the best other method, on the first task.
+
+    Without a verdict, the first other method in the tables takes the place of the best one. Without a baseline, the
+    first two methods are shown.
+    """
     groups = numbers.first_screen
-    first = min(groups, key=lambda group: task_order(group.task))
+    group_of_first_task = min(groups, key=lambda group: task_order(group.task))
     if numbers.verdict is None:
         ranked = list(dict.fromkeys(group.method for group in groups))
     else:
         ranked = list(numbers.verdict.losses)
-    ranked.sort(key=lambda method: method != numbers.baseline)  # baseline first; the sort keeps the order of the rest
+    ranked.sort(key=lambda method: method != numbers.baseline)  # False sorts first; other methods keep their order
     chosen = []
     for method in ranked[:2]:
+        tag = f"{group_of_first_task.stem}-{method}"
         for picture, svg in drawn:
-            shows_method_alone = picture.section == "one" and picture.tag == f"{first.stem}-{method}"
-            if shows_method_alone and picture.budget in (None, first.budget):
+            shows_method_alone = picture.section == "one" and picture.tag == tag
+            if shows_method_alone and picture.budget in (None, group_of_first_task.budget):
                 chosen.append((picture, svg))
     return chosen
 
@@ -178,7 +181,7 @@ def _collect_data(numbers: Numbers, browser: Browser) -> dict[str, Any]:
         "methods": {method: method_title(method) for method in sorted(methods, key=method_order)},
         "tasks": {task: task_title(task) for task in sorted(tasks, key=task_order)},
         "baseline": _title_baseline(numbers),
-        "budgets": {str(budget): names.BUDGET_TITLES[budget] for budget in numbers.budgets if budget},
+        "budgets": {str(budget): titles.BUDGET_TITLES[budget] for budget in numbers.budgets if budget},
         "browser": browser.data(),
     }
 
@@ -219,29 +222,33 @@ def _round_floats(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def inline_svg(text: str, name: str) -> Markup:
-    """Return an SVG for use inside the page: unique ids, the colours of the theme, and rounded coordinates.
-
-    The text in the SVG is safe: matplotlib escapes it.
+    """Return an SVG for use inside the page, with the colours of the page's theme and with ids that no other SVG has.
 
     Args:
-        text: the content of an SVG file that matplotlib wrote.
-        name: the prefix of the ids in this figure; unique on the page.
+        text: the content of an SVG file that matplotlib wrote. Its text is safe, because matplotlib escapes it.
+        name: name of the figure, from which the prefix of its ids is made; unique on the page.
+
+    Returns:
+        The SVG element, without the XML header of the file.
+
+    Raises:
+        ValueError: The text is not an SVG that matplotlib wrote.
     """
-    head = re.search(r'<svg[^>]* width="(?P<points>[\d.]+)pt"[^>]* (?P<view_box>viewBox="[^"]+")[^>]*>', text)
-    if head is None:
+    opening_tag = re.search(r'<svg[^>]* width="(?P<points>[\d.]+)pt"[^>]* (?P<view_box>viewBox="[^"]+")[^>]*>', text)
+    if opening_tag is None:
         raise ValueError(f"not an SVG that matplotlib wrote: {text[:80]}")
-    body = _shorten_svg(text[head.end() :])
-    for colour, variable in THEMED.items():
-        body = re.sub(colour, variable, body, flags=re.IGNORECASE)
+    body = _shorten_svg(text[opening_tag.end() :])
+    for colour, css_variable in THEMED.items():
+        body = re.sub(colour, css_variable, body, flags=re.IGNORECASE)
     body = _prefix_ids(body, prefix=re.sub(r"[^A-Za-z0-9]", "-", name))
-    points = float(head["points"])
-    pixels = 1.25 * points  # nine-point text is then as large as the page's small print
+    width_in_points = float(opening_tag["points"])
+    width_in_pixels = 1.25 * width_in_points  # nine-point text is then as large as the page's small print
     css_class = ""
-    if pixels >= ONE_PANEL_PIXELS:
-        css_class = ' class="many"'
+    if width_in_pixels >= ONE_PANEL_PIXELS:
+        css_class = ' class="many"'  # scrolls on a phone and does not shrink
     xlink = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
-    view_box = head["view_box"]
-    return Markup(f'<svg{css_class} {xlink} {view_box} style="width:{pixels:.0f}px" aria-hidden="true">{body}')
+    style = f'style="width:{width_in_pixels:.0f}px"'
+    return Markup(f'<svg{css_class} {xlink} {opening_tag["view_box"]} {style} aria-hidden="true">{body}')
 
 
 def _shorten_svg(body: str) -> str:

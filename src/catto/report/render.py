@@ -82,20 +82,20 @@ class Entry:
     """One number as it is printed, in the unit of its column (per cent, minutes, ...).
 
     Attributes:
-        value: The number; None if there is none.
-        text: The number as text.
-        std: Standard deviation over seeds.
-        interval: Lower and upper end of the interval.
-        null: Lower and upper end of the null band.
-        versus: Difference to the baseline, in the group's unit.
+        value: The number; None if the entry has none, or only a text.
+        text: The number as text; for an entry without a number, what is printed in its place.
+        std: Standard deviation over seeds; None if it is not shown.
+        interval: Lower and upper end of the interval; None if it is not shown.
+        null: Lower and upper end of the null band; None if it is not shown.
+        versus: Difference to the baseline, in the group's unit; None if it is not shown.
         baseline: Title of the method that is the baseline.
-        mark: `*` if it is significantly better than the baseline, a dagger if it is significantly worse.
-        paper: The number that the paper prints.
+        mark: `*` if it is significantly better than the baseline, a dagger if it is significantly worse, else empty.
+        paper: The number that the paper prints; empty if it has no comparable one.
         best: Whether it is printed in bold.
-        group: The group that the number comes from.
+        group: The group that the number comes from; None if it comes from several groups or from training.
         scale: Factor that converts the group's unit to the column's.
         notes: Additional lines below the value.
-        forced: Warning above the value if the number describes the fallback instead of the model.
+        forced: Warning above the value if the number describes the fallback instead of the model; else empty.
     """
 
     value: float | None = None
@@ -114,15 +114,17 @@ class Entry:
     forced: str = ""
 
     def details(self) -> list[str]:
-        """Return the lines below the value.
+        """Return the lines below the value; each is left out if the entry does not have what it shows.
 
-        They are the interval or the deviation, the null band, the notes, and the comparisons with baseline and paper.
+        They are the interval (or else the deviation), the null band, the notes, the difference to the baseline, and the
+        paper's number.
         """
         lines = []
         if self.interval is not None:
             lines.append(f"[{self._format_ends(self.interval, separator=', ')}]")
         elif self.std is not None:
             lines.append(f"± {self.std:.{self._decimals}f}")
+        # An entry without a value may show the null band as its text.
         if self.null is not None and self.value is not None:
             lines.append(f"null {self._format_ends(self.null, separator=' to ')}")
         lines += self.notes
@@ -198,12 +200,12 @@ class Column:
         return f"{self.top} {self.name}".strip()
 
     def fill(self, k: int = 0, seed: int = 0, **changes: Any) -> Column:
-        """Return the column with its other fields changed first, and then {k} and {seed} in its texts filled in.
+        """Return the column with new values of some fields, and with {k} and {seed} in its texts filled in.
 
         Args:
-            k: The number of samples to choose from.
-            seed: The seed.
-            changes: New values of other fields.
+            k: The number of samples to choose from; 0 for a column that does not depend on it.
+            seed: The seed; ignored unless a text has {seed}.
+            changes: Field -> new value. Texts among them are filled in, too.
         """
         changed = replace(self, k=k, **changes)
         return replace(
@@ -271,11 +273,11 @@ class Table:
         return list(blocks.items())
 
     def tops(self) -> list[tuple[str, int]]:
-        """Return each shared heading with the number of columns that it spans."""
-        tops = []
+        """Return each heading of the upper row, with the number of neighbouring columns that share it."""
+        headings = []
         for top, columns in groupby(self.columns, key=lambda column: column.top):
-            tops.append((top, len(list(columns))))
-        return tops
+            headings.append((top, len(list(columns))))
+        return headings
 
 
 def _escape_line(text: str, special: Mapping[int, str]) -> str:
@@ -321,30 +323,39 @@ def render_latex(table: Table) -> str:
 
 
 def csv_text(table: Table) -> str:
-    """Render as CSV: one row for each number, with everything that is known about it."""
+    """Render as CSV: a header, then one row for each entry, with everything that is known about it.
+
+    Numbers have six significant digits. A cell is empty if the entry does not have its number, or if it is undefined.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for line in table.lines:
         for column, entry in zip(table.columns, line.entries, strict=True):
-            texts = {
-                "table": table.name,
-                "budget": table.budget or "",
-                "block": line.block,
-                "method": line.method,
-                "task": column.task,
-                "column": column.heading,
-                "metric": column.metric,
-                "mark": entry.mark,
-                "paper": entry.paper,
-                "forced": entry.forced,
-                "notes": "; ".join(entry.notes),
-            }
-            cells = {name: _csv_cell(text) for name, text in texts.items()}
-            for name, number in _csv_numbers(entry).items():
-                cells[name] = "" if isnan(number) else f"{number:.6g}"
+            cells = _csv_cells(table, line, column, entry)
             writer.writerow([cells.get(name, "") for name in CSV_COLUMNS])
     return out.getvalue()
+
+
+def _csv_cells(table: Table, line: Line, column: Column, entry: Entry) -> dict[str, str]:
+    """Return column of CSV_COLUMNS -> text of its cell, for one entry of the table."""
+    texts = {
+        "table": table.name,
+        "budget": table.budget or "",
+        "block": line.block,
+        "method": line.method,
+        "task": column.task,
+        "column": column.heading,
+        "metric": column.metric,
+        "mark": entry.mark,
+        "paper": entry.paper,
+        "forced": entry.forced,
+        "notes": "; ".join(entry.notes),
+    }
+    cells = {name: _csv_cell(text) for name, text in texts.items()}
+    for name, number in _csv_numbers(entry).items():
+        cells[name] = "" if isnan(number) else f"{number:.6g}"
+    return cells
 
 
 def _csv_cell(text: str) -> str:
@@ -357,7 +368,7 @@ def _csv_cell(text: str) -> str:
 
 
 def _csv_numbers(entry: Entry) -> dict[str, float]:
-    """Return column of CSV_COLUMNS -> number, for the numbers that the entry has."""
+    """Return column of CSV_COLUMNS -> number in the unit of the table's column, for the numbers that the entry has."""
     numbers = {}
     if entry.value is not None:
         numbers["value"] = entry.value
@@ -368,7 +379,7 @@ def _csv_numbers(entry: Entry) -> dict[str, float]:
     if entry.null is not None:
         numbers["null_low"], numbers["null_high"] = entry.null
     versus = entry.versus
-    if versus is not None:
+    if versus is not None:  # in the unit of the group, which `scale` converts
         numbers["difference_to_dpo"] = entry.scale * versus.difference
         numbers["difference_low"] = entry.scale * versus.low
         numbers["difference_high"] = entry.scale * versus.high
@@ -378,8 +389,8 @@ def _csv_numbers(entry: Entry) -> dict[str, float]:
 
 
 def render_terminal(table: Table) -> RichTable:
-    """Render for the terminal, with dimmed lines below each value."""
-    shown = RichTable(
+    """Render for the terminal with rich: one row per method, and the details of each entry dimmed below its value."""
+    rendered = RichTable(
         title=Text(table.title),
         title_justify="left",
         title_style="bold",
@@ -390,17 +401,19 @@ def render_terminal(table: Table) -> RichTable:
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    shown.add_column("Method", overflow="fold")
+    # `Text` shows a string as it is; rich would read `[...]` in a plain string as markup.
+    rendered.add_column("Method", overflow="fold")
     for column in table.columns:
+        # One word per line keeps the column narrow.
         heading = column.heading.rstrip(" ↑↓").replace(" ", "\n")
         # Numbers never wrap, so that in a narrow terminal only the names of methods do.
-        shown.add_column(Text(heading), justify="right", no_wrap=True)
+        rendered.add_column(Text(heading), justify="right", no_wrap=True)
     for _, lines in table.blocks():
         for line in lines:
             cells = [_terminal_cell(entry) for entry in line.entries]
-            shown.add_row(Text(line.title), *cells)
-        shown.add_section()
-    return shown
+            rendered.add_row(Text(line.title), *cells)
+        rendered.add_section()
+    return rendered
 
 
 def _terminal_cell(entry: Entry) -> Text:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from catto import methods
-from catto.answer_columns import MOST_FORCED
+from catto.answer_columns import MAX_FORCED_SHARE
 from catto.methods import Budget
 from catto.metrics.intervals import Interval, NullBand
 from catto.metrics.statistics import SeedSummary
@@ -113,8 +113,8 @@ def format_range(values: Iterable[float | None], digits: int = 2) -> str:
     """Format the lowest and the highest value; a single number if both round to the same.
 
     Args:
-        values: at least one number; None is skipped.
-        digits: maximum number of decimals.
+        values: numbers, at least one of which is not None; None is skipped.
+        digits: maximum number of decimals; whole numbers are printed without decimals.
 
     >>> format_range([3.14, 3.149]), format_range([3.14, 1400], 1)
     ('3.14 to 3.15', '3.1 to 1,400')
@@ -211,20 +211,20 @@ def read_specs() -> dict[str, TableSpec]:
 
 
 def _restrict_to_setting(spec: TableSpec, setting: Setting) -> TableSpec:
-    """Return the spec for one setting, with its placeholders filled in."""
-    title = SETTING_TITLES.get(setting, "")
-    texts = {
+    """Return the spec for one setting, with the placeholders of tables.toml filled in."""
+    setting_name = SETTING_TITLES.get(setting, "")  # the setting "any" has none
+    text_of_placeholder = {
         "setting": setting,
-        "stem": title.lower().replace(" ", "-"),
-        "place": title,
-        "where": title.lower(),
+        "stem": setting_name.lower().replace(" ", "-"),
+        "place": setting_name,
+        "where": setting_name.lower(),
     }
     return replace(
         spec,
         settings=(setting,),
-        kind=spec.kind.format(**texts),
-        stem=spec.stem.format(**texts),
-        title=spec.title.format(**texts),
+        kind=spec.kind.format(**text_of_placeholder),
+        stem=spec.stem.format(**text_of_placeholder),
+        title=spec.title.format(**text_of_placeholder),
     )
 
 
@@ -269,7 +269,17 @@ def _fill_table(
     rows: Iterable[TableRow],
     make_entry: Callable[[TableRow, Column], Entry],
 ) -> Table:
-    """Build a table with one line for each distinct row, in the order of the methods."""
+    """Build a table with one line for each distinct row, in the order of the methods.
+
+    Args:
+        spec: The kind of table.
+        columns: The columns.
+        rows: The rows in any order; repeated rows count once.
+        make_entry: Returns the entry of a row in a column.
+
+    Returns:
+        The table. Its budget is None; a caller whose table shows a single budget sets it.
+    """
     lines = []
     for row in sorted(set(rows), key=row_order):
         entries = [make_entry(row, column) for column in columns]
@@ -333,19 +343,18 @@ def build_summary(numbers: Numbers) -> Table:
     Numbers are printed with the decimals that N supports. Methods that cannot be distinguished from the best one are
     bold, unless this applies to all of them.
     """
-    spec = _name_baseline(read_specs()["summary"], numbers)
     groups = numbers.first_screen
+    spec = _name_baseline(read_specs()["summary"], numbers)
+    spec = replace(spec, title=_write_summary_title(groups))
+    spec = _note_averaging(spec, tasks=len(list_report_tasks(groups)), seeds=_count_seeds(groups))
 
     def make_entry(row: TableRow, column: Column) -> Entry:
-        of_method = [group for group in groups if group.method == row.method]
-        return _make_summary_entry(spec, column, groups=of_method, verdict=numbers.verdict)
+        groups_of_method = [group for group in groups if group.method == row.method]
+        return _make_summary_entry(spec, column, groups=groups_of_method, verdict=numbers.verdict)
 
-    tasks = list_report_tasks(groups)
-    titled = replace(spec, title=_write_summary_title(groups))
-    titled = _note_averaging(titled, tasks=len(tasks), seeds=_count_seeds(groups))
     columns = _choose_summary_columns(spec, groups)
     rows = [TableRow(group.method) for group in groups]
-    return _fill_table(titled, columns, rows, make_entry)
+    return _fill_table(spec, columns, rows, make_entry)
 
 
 def _write_summary_title(groups: Sequence[GroupNumbers]) -> str:
@@ -360,29 +369,41 @@ def _write_summary_title(groups: Sequence[GroupNumbers]) -> str:
 
 
 def _choose_summary_columns(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[Column]:
-    """Return the columns for which these groups have numbers, with k and decimals filled in."""
-    decimals = supported_decimals(min(group.n for group in groups))
+    """Return the columns for which these groups have numbers, with k and decimals filled in.
+
+    A column with a rule that chooses among samples is shown for the largest k only.
+    """
+    decimals_of_percentage = supported_decimals(min(group.n for group in groups))
     truth_is_known = all(group.number("true_error") for group in groups)
-    largest_k = max(list_sizes(groups), default=0)
+    largest_k = max(list_sizes(groups), default=0)  # 0: no answers were sampled
     columns = []
     for column in spec.columns:
-        if column.metric == "true_error" and not truth_is_known:
+        lacks_truth = column.metric == "true_error" and not truth_is_known
+        lacks_samples = column.rule != "" and largest_k == 0
+        if lacks_truth or lacks_samples or _is_left_out(column, groups):
             continue
-        if column.rule and not largest_k:
-            continue
-        if _is_left_out(column, groups):
-            continue
-        if column.scale == 100:
-            columns.append(column.fill(largest_k, decimals=decimals))
-        else:
-            columns.append(column.fill(largest_k, decimals=decimals + 2))
+        decimals = decimals_of_percentage
+        if column.scale == 1:  # printed from 0 to 1, where one per cent is 0.01
+            decimals += 2
+        columns.append(column.fill(largest_k, decimals=decimals))
     return columns
 
 
 def _make_summary_entry(
     spec: TableSpec, column: Column, *, groups: Sequence[GroupNumbers], verdict: Verdict | None
 ) -> Entry:
-    """Make the entry of one method from its groups, of which there is one per task."""
+    """Make the entry of one method in the summary.
+
+    Args:
+        spec: The summary's spec.
+        column: The column.
+        groups: The groups of the method, one per task and training set.
+        verdict: The verdict on all methods; None if there is none.
+
+    Returns:
+        With one group, its entry with all details; with several, the mean of their values without details. It is bold
+        in the column that decides the verdict if the method is among the best.
+    """
     if column.metric == "chance":
         return _make_chance_entry(groups, column.decimals)
     entries = [_make_entry(spec, column, group) for group in groups]
@@ -391,13 +412,13 @@ def _make_summary_entry(
         entry = entries[0]
     else:
         entry = _average_entries(entries, column.decimals)
-    # In this table, only the column with the share of forced answers has the warning.
+    # `_make_entry` warns in every column. Here the warning is only in the column with the share of forced answers.
     entry.forced = ""
     if column.metric == "fallback_rate" and has_forced_answers:
         entry.forced = "forced"
     if verdict is not None and column.metric == verdict.metric:
-        all_lead = len(verdict.leaders) == len(verdict.losses)
-        entry.best = not all_lead and groups[0].method in verdict.leaders
+        all_methods_lead = len(verdict.leaders) == len(verdict.losses)
+        entry.best = groups[0].method in verdict.leaders and not all_methods_lead
     return entry
 
 
@@ -440,13 +461,12 @@ def list_sizes(groups: Iterable[GroupNumbers]) -> list[int]:
 
 
 def build_group_tables(numbers: Numbers, *kinds: str) -> list[Table]:
-    """Build the tables of the given kinds, for every budget."""
-    wanted = [_name_baseline(spec, numbers) for spec in read_specs().values() if spec.kind in kinds]
+    """Build the tables of the given kinds, for every budget; there is none for groups that lack what the kind needs."""
+    specs = [_name_baseline(spec, numbers) for spec in read_specs().values() if spec.kind in kinds]
     tables = []
-    for spec, budget in product(wanted, numbers.budgets):
-        (setting,) = spec.settings
-        candidates = numbers.find_groups(setting, budget)
-        groups = [group for group in candidates if group.number(spec.needs)]
+    for spec, budget in product(specs, numbers.budgets):
+        (setting,) = spec.settings  # `read_specs` returns one spec per setting
+        groups = [group for group in numbers.find_groups(setting, budget) if group.number(spec.needs)]
         sizes = list_sizes(groups)
         for groups_of_table in _split_into_tables(spec, groups):
             tables.append(_build_group_table(spec, groups_of_table, budget=budget, sizes=sizes))
@@ -459,17 +479,24 @@ def _split_into_tables(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[
         return []
     if not spec.each:
         return [list(groups)]
-    parts: dict[tuple[str, tuple[int, str], str], list[GroupNumbers]] = {}
+    groups_of_table: dict[tuple[str, tuple[int, str], str], list[GroupNumbers]] = {}
     for group in groups:
         key = (group.setting, task_order(group.task), group.trained_on)
-        parts.setdefault(key, []).append(group)
-    return [parts[key] for key in sorted(parts)]
+        groups_of_table.setdefault(key, []).append(group)
+    return [groups_of_table[key] for key in sorted(groups_of_table)]
 
 
 def _build_group_table(
     spec: TableSpec, groups: Sequence[GroupNumbers], *, budget: Budget | None, sizes: Sequence[int]
 ) -> Table:
-    """Build one table, with a line for each method; each column shows the group of its task."""
+    """Build one table, with a line for each method and columns for each task.
+
+    Args:
+        spec: The kind of table.
+        groups: The groups of the table, one for each method and task.
+        budget: Their budget; None if the experiment has no budgets.
+        sizes: The values of k for which a column with a rule is repeated.
+    """
     group_at = {(group.method, group.task): group for group in groups}
 
     def make_entry(row: TableRow, column: Column) -> Entry:
@@ -484,7 +511,7 @@ def _build_group_table(
         stem += f"-{budget}"
         title += f", {BUDGET_TITLES[budget].lower()}"
     named = replace(spec, stem=stem, title=title)
-    named = _note_averaging(named, tasks=1, seeds=_count_seeds(groups))
+    named = _note_averaging(named, tasks=1, seeds=_count_seeds(groups))  # tasks have columns of their own
     columns = _fill_columns(spec, groups, sizes)
     rows = [TableRow(group.method) for group in groups]
     table = _fill_table(named, columns, rows, make_entry)
@@ -492,7 +519,11 @@ def _build_group_table(
 
 
 def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequence[int]) -> list[Column]:
-    """Return the columns of every task; a column with a rule is repeated for each k in `sizes`."""
+    """Return the columns of every task; a column with a rule is repeated for each k in `sizes`.
+
+    The upper heading of a column is its task. A table of a single task keeps the upper headings of its spec, such as
+    `k = 4`, which columns with the same k share.
+    """
     columns_with_k: list[tuple[Column, int]] = []
     for column in spec.columns:
         if _is_left_out(column, groups):
@@ -500,8 +531,8 @@ def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequen
         if column.rule:
             columns_with_k += [(column, k) for k in sizes]
         else:
-            columns_with_k.append((column, 0))
-    if spec.each:  # the columns of one k share a heading, so they are put next to each other
+            columns_with_k.append((column, 0))  # does not depend on k
+    if spec.each:  # columns that share an upper heading must be next to each other
         columns_with_k.sort(key=lambda column_and_k: column_and_k[1])
     columns = []
     for task in list_report_tasks(groups):
@@ -518,13 +549,23 @@ def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequen
 
 
 def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> Entry:
-    """Make the entry of a group in a column, with the details that this kind of table shows."""
+    """Make the entry of a group in a column, with the details that this kind of table shows.
+
+    Args:
+        spec: The kind of table.
+        column: The column.
+        group: The group; None if the method was not run on the task of the column.
+
+    Returns:
+        The entry. It has no value if there is no group, if the group lacks the number, or if the table shows standard
+        deviations and there is a single seed.
+    """
     if group is None:
         return Entry()
     summary = _find_summary(column, group)
     if summary is None:
         if column.metric == "risk_threshold":
-            return Entry(text="none")
+            return Entry(text="none")  # no threshold can promise the error rate for any of the seeds
         return Entry()
     entry = Entry(group=group, scale=column.scale, paper=_find_papers_number(spec, column, group))
     value: float | None = summary.mean
@@ -540,9 +581,10 @@ def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> 
         entry.std = column.scale * deviation
     entry.notes = _write_notes(spec, column.metric, group)
     _add_comparison(entry, spec, column, group)
+    # Preference accuracy is measured on given responses, so it does not matter how many answers were forced.
+    is_measured_on_answers = column.metric not in PREFERENCE
     forced_share = _find_forced_share(spec, group)
-    reads_answers = column.metric not in PREFERENCE
-    if forced_share > MOST_FORCED and reads_answers:
+    if is_measured_on_answers and forced_share > MAX_FORCED_SHARE:
         entry.forced = f"{100 * forced_share:.0f} % forced"
         entry.mark = ""
     return entry
@@ -705,7 +747,13 @@ def _build_rates_table(trained: Sequence[TrainedCell], task: str) -> Table:
 
 
 def _build_effort_table(results: Results, trained: Sequence[TrainedCell], tasks: Sequence[str]) -> Table:
-    """Build the table of training time, tokens and kept steps, with columns for each training set."""
+    """Build the table of training time, tokens and kept steps, with columns for each training set.
+
+    Args:
+        results: The experiment; its recipe says by which rule the kept step was chosen.
+        trained: All trained cells.
+        tasks: The training sets, in the order of their columns.
+    """
     spec = read_specs()["training"]
 
     def make_entry(row: TableRow, column: Column) -> Entry:
@@ -733,15 +781,19 @@ def _make_training_entry(
         spec: the kind of table.
         column: the column; its task is the training set.
         row: the method and budget.
-        quantity: see `_read_effort`.
+        quantity: "rate", "minutes", "each", "tokens" or "kept"; `_read_effort` defines them.
         trained: all trained cells, or those of one seed.
+
+    Returns:
+        The entry, with the paper's number if every run was trained like the paper's. Kept steps are printed as ranges,
+        such as `50 to 60 of 100`. The entry is empty if no run recorded the quantity.
     """
     runs = []
     for cell, training in trained:
         if TableRow(cell.method, cell.budget) == row and cell.trained_on == column.task:
             runs.append(training)
     values = []
-    steps = []
+    steps = []  # of the same runs
     for training in runs:
         value = _read_effort(training, quantity)
         if value is not None:
@@ -752,7 +804,7 @@ def _make_training_entry(
     mean = sum(values) / len(values)
     entry = Entry(value=mean, text=f"{mean:.2f}")
     if quantity == "rate":
-        entry.text = f"{mean:g}"
+        entry.text = f"{mean:g}"  # such as 5e-06
     elif quantity == "kept":
         entry.text = f"{format_range(values)} of {format_range(steps)}"
     if all(has_papers_budget(row.method, row.budget, training) for training in runs):
@@ -766,8 +818,13 @@ def _read_effort(training: Training, quantity: str) -> float | None:
 
     Args:
         training: the record of the run.
-        quantity: "rate" (learning rate), "minutes", "each" (milliseconds per row and epoch), "tokens" (millions) or
-            "kept" (the step whose weights were kept).
+        quantity: which one.
+
+            - "rate": the learning rate.
+            - "minutes": the duration.
+            - "each": milliseconds per row and epoch.
+            - "tokens": millions of tokens.
+            - "kept": the step whose weights were kept; None if the number of all steps was not recorded.
     """
     if quantity == "rate":
         return training.learning_rate
