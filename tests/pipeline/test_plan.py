@@ -239,7 +239,7 @@ def test_resources_of_the_recipe_reach_slurm(tmp_path: Path, capsys: Capture) ->
 def test_a_large_array_is_cut_and_arrays_hold_one_kind(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("catto.pipeline.export.MOST_PER_ARRAY", 40)
+    monkeypatch.setattr("catto.pipeline.export.MAX_ARRAY_SIZE", 40)
     assert run(capsys, "plan", "paper", "--out", tmp_path, "--export", "slurm").code == 0
     kinds, total = defaultdict(set), 0
     names = {stage.key: stage.kind for stage in list_needed([Graph(load_recipe("paper")).plan_report()])}

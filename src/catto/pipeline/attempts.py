@@ -1,11 +1,13 @@
 """Attempts at a stage: several may overlap, on one machine or on many, and exactly one becomes the stage.
 
-1.  An attempt works in its own folder, `<stage>.part-<inputs>-<random>`. `<inputs>` is the beginning of the hash of
-    what determines the stage, so an attempt never continues work on different inputs.
-2.  It starts from a copy of the earlier attempt that got furthest. The copy is made in `<folder>.half` and renamed.
+1.  An attempt works in its own folder, `<stage>.part-<inputs>-<random>`. `<inputs>` is the beginning of the hash that
+    `digest_inputs` returns, so an attempt never continues work on different inputs.
+2.  It starts from a copy of the earlier attempt that got furthest. The copy is made in `<folder>.half` and renamed to
+    `<folder>` when it is complete.
 3.  It holds a lock in its folder while its process lives. The operating system releases the lock of a killed process,
     so whoever can acquire the lock knows that the attempt was abandoned and may delete it.
-4.  It publishes its result by renaming its folder to `<stage>`. An attempt that finishes second discards its work.
+4.  It publishes its result by renaming its folder to `<stage>`. An older result for different inputs is first renamed
+    to `<stage>.stale-<random>` and then deleted. An attempt that finishes second discards its work.
 
 Attempts at one stage begin, publish and delete one at a time, under the lock `.locks/<stage>`.
 """
@@ -28,21 +30,21 @@ from filelock import FileLock, Timeout
 from catto.errors import DataError
 from catto.io import atomic
 from catto.pipeline.stage import (
-    ATTEMPT,
+    ATTEMPT_FILE,
     ATTEMPT_LOCK,
     DONE,
     PROGRESS,
     Stage,
     digest_inputs,
     make_done,
-    read_done,
+    read_inputs_digest,
     stage_dir,
     write_json,
 )
 
-PART = ".part-"
-HALF = ".half"
-STALE = ".stale-"
+ATTEMPT_MARK = ".part-"
+REPLACED_MARK = ".stale-"
+INCOMPLETE_SUFFIX = ".half"
 RUN_LOCK = "run.lock"
 SECONDS_BETWEEN_REPORTS = 1.0
 
@@ -87,8 +89,8 @@ def attempt_folders(root: Path, stage: Stage, inputs_digest: str = "") -> list[P
         stage: The stage.
         inputs_digest: Return only the attempts on these inputs; if empty, return all.
     """
-    paths = (root / "stages").glob(f"{stage.folder}{PART}*{inputs_digest[:8]}-*")
-    return sorted((path for path in paths if path.suffix != HALF), key=measure_progress)
+    paths = (root / "stages").glob(f"{stage.folder}{ATTEMPT_MARK}*{inputs_digest[:8]}-*")
+    return sorted((path for path in paths if path.suffix != INCOMPLETE_SUFFIX), key=measure_progress)
 
 
 def attempts_by_stage(root: Path) -> dict[str, list[Path]]:
@@ -97,7 +99,7 @@ def attempts_by_stage(root: Path) -> dict[str, list[Path]]:
     One scan of the folder serves thousands of stages.
     """
     by_stage: dict[str, list[Path]] = {}
-    for mark in (PART, STALE):
+    for mark in (ATTEMPT_MARK, REPLACED_MARK):
         for path in (root / "stages").glob(f"*{mark}*"):
             stage_folder = path.name.partition(mark)[0]
             by_stage.setdefault(stage_folder, []).append(path)
@@ -128,14 +130,14 @@ def read_progress(folder: Path) -> list[Any] | None:
 
 def name_attempt(root: Path, stage: Stage, inputs_digest: str) -> Path:
     """Return the path of a new attempt's folder."""
-    return root / "stages" / f"{stage.folder}{PART}{inputs_digest[:8]}-{secrets.token_hex(4)}"
+    return root / "stages" / f"{stage.folder}{ATTEMPT_MARK}{inputs_digest[:8]}-{secrets.token_hex(4)}"
 
 
 def is_published(root: Path, stage: Stage, inputs_digest: str) -> bool:
     """Return whether the stage's folder has a result for these inputs. Raise DataError for a damaged done.json."""
     folder = stage_dir(root, stage)
     try:
-        return bool(read_done(folder)["content"] == inputs_digest)
+        return read_inputs_digest(folder) == inputs_digest
     except DataError:
         if folder.exists():
             raise
@@ -153,13 +155,13 @@ def is_abandoned(folder: Path) -> bool:
 
 def delete_abandoned(root: Path, stage: Stage) -> None:
     """Delete replaced results, and attempts whose process has ended. The caller must hold the lock of the stage."""
-    for path in (root / "stages").glob(f"{stage.folder}{STALE}*"):
+    for path in (root / "stages").glob(f"{stage.folder}{REPLACED_MARK}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in (root / "stages").glob(f"{stage.folder}{PART}*"):
+    for path in (root / "stages").glob(f"{stage.folder}{ATTEMPT_MARK}*"):
         lock = FileLock(path / ATTEMPT_LOCK, timeout=0)
         with contextlib.suppress(Timeout, OSError), lock:
             # attempt.json is deleted first: if the process is still alive after all, it can no longer publish.
-            (path / ATTEMPT).unlink(missing_ok=True)
+            (path / ATTEMPT_FILE).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -168,7 +170,7 @@ def reopen_stage(root: Path, stage: Stage) -> list[Path]:
     with lock_stage(root, stage):
         folder = stage_dir(root, stage)
         if folder.exists():
-            folder.rename(name_attempt(root, stage, read_done(folder)["content"]))
+            folder.rename(name_attempt(root, stage, read_inputs_digest(folder)))
         attempts = attempt_folders(root, stage)
         for attempt in attempts:
             (attempt / DONE).unlink(missing_ok=True)
@@ -181,57 +183,61 @@ def reopen_stage(root: Path, stage: Stage) -> list[Path]:
 class Attempt:
     """One attempt at a stage. Leaving it without `publish` keeps its folder for the next attempt."""
 
-    def __init__(self, root: Path, stage: Stage, inputs_digest: str, source: Path | None = None) -> None:
+    def __init__(self, root: Path, stage: Stage, inputs_digest: str, finished_stage: Path | None = None) -> None:
         """Create the attempt's folder, lock it and copy earlier work into it.
 
-        The folder has its final name only when the copy is complete. If the process is killed before, no later attempt
-        continues from the partial copy.
+        The folder is built under a temporary name and renamed when the copy is complete. If the process is killed
+        before the rename, no later attempt continues from the partial copy.
 
         Args:
             root: The experiment's folder.
             stage: The stage.
             inputs_digest: What `digest_inputs` returns for the stage.
-            source: Folder of a finished stage to copy; None copies the earlier attempt that got furthest, if any.
+            finished_stage: Folder of a finished stage with the same inputs, whose result is copied. If None, the work
+                of the earlier attempt that got furthest is copied; without one, the attempt starts empty.
         """
         self.root = root
         self.stage = stage
         self.inputs_digest = inputs_digest
         self.out = name_attempt(root, stage, inputs_digest)
-        self._reported_at = 0.0
-        half = self.out.with_name(self.out.name + HALF)
-        self._lock = FileLock(half / ATTEMPT_LOCK)
+        self._last_report_time = 0.0  # by `time.monotonic`
+        incomplete = self.out.with_name(self.out.name + INCOMPLETE_SUFFIX)
+        self._lock = FileLock(incomplete / ATTEMPT_LOCK)
         with lock_stage(root, stage):
-            half.mkdir(parents=True)
-            self._lock.acquire()
+            incomplete.mkdir(parents=True)
+            self._lock.acquire()  # before the rename, so that the folder is never seen unlocked under its final name
             try:
-                self._copy_earlier_work(half, source)
-                write_json(half / ATTEMPT, {"token": self.out.name, "host": platform.node(), "pid": os.getpid()})
-                half.rename(self.out)
+                if finished_stage is not None:
+                    copy_attempt(finished_stage, incomplete, self.out)
+                else:
+                    self._copy_earlier_work(incomplete)
+                # For users: which attempt this is, even after `publish` renames the folder, and which process runs it.
+                description = {"token": self.out.name, "host": platform.node(), "pid": os.getpid()}
+                write_json(incomplete / ATTEMPT_FILE, description)
+                incomplete.rename(self.out)
             except BaseException:
-                shutil.rmtree(half, ignore_errors=True)
+                shutil.rmtree(incomplete, ignore_errors=True)
                 self._lock.release()
                 raise
-            # The work of the best abandoned attempt was copied; the checkpoints of all of them take space.
+            # Nothing more is needed from abandoned attempts, whose checkpoints take space: either their best work was
+            # copied, or a finished result makes it unnecessary. Work on different inputs is never continued.
             delete_abandoned(root, stage)
 
-    def _copy_earlier_work(self, half: Path, source: Path | None) -> None:
-        """Copy `source`, or the earlier attempt that got furthest, into the new folder `half`."""
-        if source is not None:
-            copy_attempt(source, half, self.out)
-            return
+    def _copy_earlier_work(self, incomplete: Path) -> None:
+        """Copy the earlier attempt that got furthest into the folder `incomplete`; nothing if there is none.
+
+        A live attempt may change while it is copied. Then the one that got second furthest is copied, and so on.
+        """
         for earlier in reversed(attempt_folders(self.root, self.stage, self.inputs_digest)):
             try:
-                copy_attempt(earlier, half, self.out)
+                copy_attempt(earlier, incomplete, self.out)
                 return
             except OSError as error:
-                if is_abandoned(earlier):  # nothing changes its files, so copying again would fail too
+                # An abandoned attempt cannot change during the copy, so the error has a different cause, such as a full
+                # disk. To continue without its work would lose it, since abandoned attempts are deleted next.
+                if is_abandoned(earlier):
                     raise OSError(f"cannot copy {earlier}: {error}") from error
-            # The earlier attempt is alive and changed during the copy: delete the partial copy and try the next one.
-            for path in half.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path)
-                elif path.name != ATTEMPT_LOCK:
-                    path.unlink()
+            _delete_partial_copy(incomplete)
 
     def __enter__(self) -> Attempt:
         return self
@@ -239,25 +245,30 @@ class Attempt:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def check_folder(self) -> None:
-        """Raise AttemptDeletedError if the folder was deleted.
+    def check_not_deleted(self) -> None:
+        """Raise AttemptDeletedError if another attempt deleted the folder of this one.
 
-        Files written later may create the folder again, but never attempt.json.
+        A stage that still runs may create the folder again by writing to it, but never its attempt.json.
         """
-        if not (self.out / ATTEMPT).exists():
+        if not (self.out / ATTEMPT_FILE).exists():
             raise AttemptDeletedError("another attempt has taken over the stage")
 
     def report_progress(self, finished: int, total: int, note: str) -> None:
         """Write the progress for observers on other machines, at most once per `SECONDS_BETWEEN_REPORTS`.
 
+        Args:
+            finished: Number of finished units, such as training steps or responses.
+            total: Number of all units.
+            note: A short text to show next to the numbers; may be empty.
+
         Raises:
             AttemptDeletedError: The folder was deleted.
         """
         now = time.monotonic()
-        if now - self._reported_at < SECONDS_BETWEEN_REPORTS:
+        if now - self._last_report_time < SECONDS_BETWEEN_REPORTS:
             return
-        self._reported_at = now
-        self.check_folder()
+        self._last_report_time = now
+        self.check_not_deleted()
         with contextlib.suppress(OSError):  # on a full disk the stage fails when it writes its results
             (self.out / PROGRESS).write_text(json.dumps([finished, total, note]), encoding="utf-8")
 
@@ -271,36 +282,54 @@ class Attempt:
             AttemptDeletedError: Another attempt deleted the folder.
             DataError: The inputs of the stage changed while it ran.
         """
-        self.check_folder()
-        for leftover in self.out.rglob(".*.part"):  # temporary files of a killed attempt
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
-            else:
-                leftover.unlink()
+        self.check_not_deleted()
+        _delete_unfinished_writes(self.out)  # otherwise `make_done` would record them as results
         if digest_inputs(self.root, self.stage) != self.inputs_digest:
             raise DataError(self.out, None, "an input of the stage changed while it ran; run it again")
-        (self.out / PROGRESS).unlink(missing_ok=True)  # the published files must not depend on timing
+        (self.out / PROGRESS).unlink(missing_ok=True)  # a finished stage has no progress to show
         write_json(self.out / DONE, make_done(self.stage, self.out, self.inputs_digest, details))
         with lock_stage(self.root, self.stage):
             if is_published(self.root, self.stage, self.inputs_digest):
                 shutil.rmtree(self.out, ignore_errors=True)
                 return
-            self.check_folder()
+            self.check_not_deleted()  # again: the folder may have been deleted before the lock was acquired
             final = stage_dir(self.root, self.stage)
-            if final.exists():  # a result for different inputs, which `delete_abandoned` deletes after it is replaced
-                final.rename(final.with_name(f"{final.name}{STALE}{secrets.token_hex(4)}"))
+            if final.exists():  # the result for different inputs
+                # A folder cannot be renamed to the name of one that is not empty. The old result is deleted below.
+                final.rename(final.with_name(f"{final.name}{REPLACED_MARK}{secrets.token_hex(4)}"))
             self.out.rename(final)
-            atomic.sync_folder(final.parent)
+            atomic.sync_folder(final.parent)  # so that the rename survives a power failure
             delete_abandoned(self.root, self.stage)
 
 
-def copy_attempt(earlier: Path, half: Path, out: Path) -> None:
-    """Copy an earlier attempt, or a finished stage, into a new attempt.
+def _delete_partial_copy(incomplete: Path) -> None:
+    """Delete everything in the folder of a new attempt except its lock."""
+    for path in incomplete.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != ATTEMPT_LOCK:
+            path.unlink()
+
+
+def _delete_unfinished_writes(folder: Path) -> None:
+    """Delete the temporary files and folders of writes that were interrupted (see `catto.io.atomic`)."""
+    for path in folder.rglob(".*.part"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def copy_attempt(earlier: Path, target: Path, final: Path) -> None:
+    """Copy an earlier attempt, or a finished stage, into the folder of a new attempt.
+
+    Of several checkpoints, only the newest complete one and the best one are copied.
 
     Args:
         earlier: The folder to copy.
-        half: The folder to copy to.
-        out: The path to which `half` will be renamed; the state of a checkpoint contains it.
+        target: The folder to copy to, which exists.
+        final: The path to which the caller will rename `target`. Checkpoints store the path of the best checkpoint, so
+            the copies need the final path.
 
     Raises:
         OSError: A file cannot be copied, or `earlier` changed during the copy.
@@ -308,11 +337,11 @@ def copy_attempt(earlier: Path, half: Path, out: Path) -> None:
     if (earlier / "checkpoints").exists():
         from catto.training.checkpoints import copy_newest
 
-        copy_newest(earlier / "checkpoints", half / "checkpoints", out / "checkpoints")
-    ignored = shutil.ignore_patterns(".*.part", "checkpoints", ".lock", DONE, ATTEMPT, ATTEMPT_LOCK, PROGRESS)
-    shutil.copytree(earlier, half, ignore=ignored, copy_function=_link_weights_copy_others, dirs_exist_ok=True)
-    if (half / "training.json").exists():  # the training has finished, so its checkpoints are no longer needed
-        shutil.rmtree(half / "checkpoints", ignore_errors=True)
+        copy_newest(earlier / "checkpoints", target / "checkpoints", final / "checkpoints")
+    ignored = shutil.ignore_patterns(".*.part", "checkpoints", ".lock", DONE, ATTEMPT_FILE, ATTEMPT_LOCK, PROGRESS)
+    shutil.copytree(earlier, target, ignore=ignored, copy_function=_link_weights_copy_others, dirs_exist_ok=True)
+    if (target / "training.json").exists():  # the training has finished, so its checkpoints are no longer needed
+        shutil.rmtree(target / "checkpoints", ignore_errors=True)
 
 
 def _link_weights_copy_others(source: str, target: str) -> None:

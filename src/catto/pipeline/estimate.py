@@ -44,7 +44,7 @@ class Card(NamedTuple):
 GPU = Card("A100", 312e12, 2.04e12, 80e9)
 # The fraction of a GPU's peak operations that a well-tuned training reaches.
 TRAINING_SHARE = 0.4
-MOST_CPU_PARAMETERS = 2e9  # for larger models, no CPU hours are printed
+MAX_CPU_PARAMETERS = 2e9  # for larger models, no CPU hours are printed
 # Operations/s of training on two CPU cores without bf16 instructions: 140 tokens/s with SmolLM2-135M.
 CPU_OPERATIONS = 0.11e12
 # The vocabulary of a model from scratch: the words of the embedded world.
@@ -101,7 +101,14 @@ KNOWN_NETWORKS = {"Qwen/Qwen3-4B": Network(36, 2560, 9728, 32 * 128, 8 * 128, 15
 
 
 def read_network(model: ModelSettings) -> Network | None:
-    """Return the shape of a recipe's model, from its settings, its folder or the Hub's cache; None if it is unknown."""
+    """Return the shape of a recipe's model.
+
+    It is read from the settings of a model from scratch, or else from config.json in the model's folder or in the Hub's
+    cache. Without this file, it is looked up in `KNOWN_NETWORKS`.
+
+    Returns:
+        The shape; None if it is unknown, or if the model is not a dense decoder.
+    """
     if model.scratch is not None:
         return _scratch_network(model.scratch)
     name = model.path or ""
@@ -109,7 +116,7 @@ def read_network(model: ModelSettings) -> Network | None:
     if path is None:
         return KNOWN_NETWORKS.get(name)
     config = read_json(path)
-    config = config.get("text_config", config)
+    config = config.get("text_config", config)  # a model for text and images describes its decoder in this section
     is_mixture_of_experts = "num_experts_per_tok" in config
     if is_mixture_of_experts:
         return None
@@ -147,6 +154,7 @@ def _find_config(name: str) -> Path | None:
 
 
 def _parse_config(config: dict[str, Any]) -> Network:
+    """Return the shape that a config.json of Transformers describes. Raise KeyError if an entry is missing."""
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     head_width = config.get("head_dim") or width // heads
@@ -252,7 +260,10 @@ class PlanEstimate:
         return TRAINING_SHARE * GPU.operations / (6 * (self.parameters or 1))
 
     def count_questions(self, stage: Stage[QuestionSettings]) -> int:
-        """Count the questions of a stage; 0 if it uses all questions of a task and their number is unknown."""
+        """Count the questions of a stage.
+
+        If it uses all questions of a task and their number is unknown, return 0 and add the task to `uncounted`.
+        """
         settings = stage.settings
         split = settings.split
         task = settings.task
@@ -273,14 +284,17 @@ class PlanEstimate:
         if settings.method.stage == "preference":
             per_question = teacher.pairs_per_question
         questions = self.count_questions(stage.needs["teacher"].needs["questions"])
-        # None is no limit; 0 questions means that their number is unknown.
         limits = (settings.pairs, settings.block.rows, questions * per_question)
-        elements = min((limit for limit in limits if limit), default=0)
+        # A limit of None is no limit. If the number of questions is unknown, it is 0, which does not count either.
+        rows_or_pairs = min((limit for limit in limits if limit), default=0)
         epochs: float = settings.block.trl.get("num_train_epochs", settings.epochs)
-        return ceil(self.recipe.context * elements * self.count_rows(settings) * epochs)
+        return ceil(self.recipe.context * rows_or_pairs * self.count_rows(settings) * epochs)
 
     def count_rows(self, settings: TrainSettings) -> int:
-        """Count the rows of one element of a batch: two for a pair, plus the rows of the outcome stream."""
+        """Count the rows that are computed for each row or pair of a batch.
+
+        A pair has two, and with an outcome stream, some rows of the stream are computed together with it.
+        """
         if settings.method.stage != "preference":
             return 1
         if settings.method.stream == "none":
@@ -316,10 +330,14 @@ class PlanEstimate:
         return lines + self.describe_uncounted()
 
     def _describe_trainings(self, trainings: Sequence[Stage]) -> list[str]:
+        """Return lines with the tokens of training stages and, if the model's size is known, memory and hours.
+
+        Without training stages, the list is empty.
+        """
         if not trainings:
             return []
         tokens = sum(self.count_training_tokens(stage) for stage in trainings)
-        millions = max(tokens / 1e6, 1)
+        millions = max(tokens / 1e6, 1)  # fewer would be rounded to 0
         tokens_text = f"up to {millions:,.0f} million tokens, with rows as long as the context"
         lines = [f"{len(trainings)} training runs: {tokens_text}"]
         if self.parameters is None:
@@ -331,15 +349,17 @@ class PlanEstimate:
             f"up to {_format_amount(gpu_hours)} GPU hours at {self.tokens_per_second:,.0f} tokens/s "
             f"({TRAINING_SHARE:.0%} of an {GPU.name}'s {peak:.0f} TFLOP/s)"
         )
-        if self.parameters < MOST_CPU_PARAMETERS:
-            cpu_hours = gpu_hours * TRAINING_SHARE * GPU.operations / CPU_OPERATIONS
+        if self.parameters < MAX_CPU_PARAMETERS:
+            gpu_operations = TRAINING_SHARE * GPU.operations
+            cpu_hours = gpu_hours * gpu_operations / CPU_OPERATIONS
             lines.append(f"or up to {_format_amount(cpu_hours)} hours of two CPU cores")
         return lines
 
     def _describe_memory(self, parameters: float) -> str:
+        """Return a line with the GPU memory that training needs before the activations."""
         content = "weights, gradients and Adam's moments"
-        copies = 4
-        if self.recipe.model.peft is not None:
+        copies = 4  # of as many numbers as there are parameters: Adam has two moments
+        if self.recipe.model.peft is not None:  # only an adapter is trained, which is small
             content = "the weights"
             copies = 1
         gigabytes = parameters * self.weight_bytes * copies / 1e9

@@ -19,14 +19,14 @@ from catto.pipeline.stage import Stage
 from catto.recipe.settings import Recipe, Resources
 
 # Slurm's default limit for the size of an array.
-MOST_PER_ARRAY = 1000
+MAX_ARRAY_SIZE = 1000
 
 HEAD = """# make -j 2 -k -f THIS: two stages at a time; a failed one stops only what depends on it.
 CATTO ?= catto"""
 
 
 def format_makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return the Makefile, with one target per stage, named like its folder.
+    """Write a Makefile with one target per stage, named like the stage's folder.
 
     Args:
         root: The experiment's folder.
@@ -34,7 +34,7 @@ def format_makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict
         stages: The missing stages, each after the stages it needs.
 
     Returns:
-        The text of the file, by its name.
+        The text of the Makefile, by its name.
 
     Raises:
         ValueError: A path contains a line break, which a Makefile cannot represent.
@@ -47,7 +47,7 @@ def format_makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict
         raise ValueError("a Makefile cannot name a folder with a line break in its path: use a different folder")
     parts = [HEAD, f".PHONY: all {targets}".rstrip(), f"all: {targets}".rstrip()]
     for stage in stages:
-        # A dictionary drops duplicates and keeps the order.
+        # Needs that are done have no target. The dictionary drops duplicates and keeps the order.
         needed_targets = dict.fromkeys(folders[need.key] for need in stage.needs.values() if need.key in folders)
         rule_head = f"{stage.folder}: {' '.join(needed_targets)}".rstrip()
         parts.append(f"{rule_head}\n\t{command} {stage.key} --recipe {recipe_hash}")
@@ -84,7 +84,7 @@ keys=(
 
 
 def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict[str, str]:
-    """Return `submit.sh`, which submits all jobs, and one script for each job array.
+    """Write `submit.sh`, which submits all job arrays, and one script for each array.
 
     An array consists of stages of one kind at one depth of the graph. It starts when the arrays of the stages that it
     needs have ended, even if some of their tasks failed: `catto stage` refuses a stage whose needs are not done.
@@ -98,7 +98,10 @@ def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) ->
         The texts of the files, by their names.
     """
     arrays = _group_into_arrays(stages)
-    array_of = {stage.key: number for number, members in enumerate(arrays) for stage in members}
+    array_of: dict[str, int] = {}  # the number of the array with a stage, by the stage's key
+    for number, members in enumerate(arrays):
+        for stage in members:
+            array_of[stage.key] = number
     scripts: dict[str, str] = {}
     jobs: list[str] = []
     for number, members in enumerate(arrays):
@@ -119,7 +122,10 @@ def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) ->
 
 
 def _group_into_arrays(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Group the stages of one kind at one depth of the graph into arrays of limited size, in the order of depth."""
+    """Group the stages of one kind at one depth of the graph into arrays of limited size, in the order of depth.
+
+    A stage that needs no missing stage has depth 0. Any other is one deeper than the deepest missing stage it needs.
+    """
     depth: dict[str, int] = {}
     groups: dict[tuple[int, str], list[Stage]] = defaultdict(list)
     for stage in stages:
@@ -129,8 +135,8 @@ def _group_into_arrays(stages: Sequence[Stage]) -> list[list[Stage]]:
     arrays: list[list[Stage]] = []
     for key in sorted(groups):
         members = groups[key]
-        for start in range(0, len(members), MOST_PER_ARRAY):
-            arrays.append(members[start : start + MOST_PER_ARRAY])
+        for start in range(0, len(members), MAX_ARRAY_SIZE):
+            arrays.append(members[start : start + MAX_ARRAY_SIZE])
     return arrays
 
 

@@ -27,22 +27,25 @@ from catto.recipe.yaml_text import parse_yaml
 logger = logging.getLogger(__name__)
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "accelerate").glob("*.yaml"))}
 MARK = "catto progress: "
-# Maximum characters of an error that a process reports: writes to a pipe are atomic only below 4 KB.
-MOST_CHARACTERS = 2000
+# Maximum length of an error that a process reports: writes to a pipe are atomic only below 4 KB.
+MAX_ERROR_CHARACTERS = 2000
 
 
 def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
     """Split the batch of an optimizer step over the processes, so that its size stays the same.
 
-    The micro-batches of a step, whose gradients are accumulated, are distributed over the processes first. A
-    micro-batch is split only if there are not enough of them.
+    A step may consist of several micro-batches, whose gradients are accumulated. Whole micro-batches are given to the
+    processes if possible. If there are too few, several processes share each micro-batch.
+
+    In the example, one process would compute two micro-batches of 4 rows. With four processes, each computes half of
+    one micro-batch.
 
     Args:
         arguments: Training arguments for a single process.
         processes: Number of processes.
 
     Returns:
-        The arguments that change.
+        The batch size and the number of micro-batches of each process, as training arguments.
 
     Raises:
         ValueError: The batch cannot be split equally.
@@ -78,7 +81,7 @@ def check_launch(recipe: Recipe) -> None:
         block: TrainerSettings = getattr(recipe, method.stage)
         batch = {"per_device_train_batch_size": block.batch_size or method.batch_size}
         try:
-            split_batch({**batch, **block.trl}, launch.processes)
+            split_batch({**batch, **block.trl}, launch.processes)  # `trl` may set a different size, and micro-batches
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if method.rcft_weight and layout in ("FSDP", "ZeRO-3"):
@@ -89,7 +92,7 @@ def _read_layout(launch: LaunchSettings) -> str:
     """Return how the processes share the model: DDP, FSDP, ZeRO-2 or ZeRO-3.
 
     Raises:
-        ValueError: The configuration is invalid, or training is not known to work with it.
+        ValueError: There is no such configuration, it is invalid, or training is not known to work with it.
     """
     path = CONFIGS.get(launch.config, Path(launch.config))
     if not path.is_file():
@@ -118,7 +121,7 @@ def _get_section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _find_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return the first setting of an Accelerate configuration with which the fused head is not known to work."""
+    """Say which setting of an Accelerate configuration training is not known to work with; None if there is none."""
     kind = str(config["distributed_type"])
     if config.get("num_machines", 1) != 1:
         return "several machines: a stage starts only the processes of its own machine"
@@ -151,18 +154,24 @@ def build_command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
         ValueError: The layout needs GPUs, or there are fewer GPUs than processes.
     """
     layout = _read_layout(launch)
-    entry = ["-m", __name__, str(job)]
-    if not devices and layout != "DDP":
-        raise ValueError(f"{layout} needs GPUs: on a CPU Accelerate would train with DDP instead")
-    if not devices:  # on a CPU, `accelerate launch` would start a single process
+    this_module = ["-m", __name__, str(job)]
+    has_gpus = devices > 0
+    if not has_gpus:
+        if layout != "DDP":
+            raise ValueError(f"{layout} needs GPUs: on a CPU Accelerate would train with DDP instead")
+        # On a CPU, `accelerate launch` would start a single process.
         processes = f"--nproc_per_node={launch.processes}"
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", processes, *entry]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", processes, *this_module]
     if devices < launch.processes:
         raise ValueError(f"{launch.processes} processes need as many GPUs, and there are {devices}")
     file = CONFIGS.get(launch.config, Path(launch.config))
-    options = [f"--config_file={file}", f"--num_processes={launch.processes}", "--num_machines=1"]
-    # Port 0 picks a free port: several stages may train at the same time.
-    return [sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port=0", *entry]
+    options = [
+        f"--config_file={file}",
+        f"--num_processes={launch.processes}",
+        "--num_machines=1",
+        "--main_process_port=0",  # picks a free port: several stages may train at the same time
+    ]
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, *this_module]
 
 
 # ---- the stage and its processes ------------------------------------------------------------------------------------
@@ -171,7 +180,7 @@ def build_command(launch: LaunchSettings, job: Path, devices: int) -> list[str]:
 def run_processes(command: list[str], progress: Callable[[int, int, str], None]) -> None:
     """Run the command that starts the processes, log its output and report its progress.
 
-    A line of the output may end in `MARK` and a report: a list with the progress, or the text of an error.
+    A line of the output may end in `MARK` and a report in JSON: a list with the progress, or the text of an error.
 
     Args:
         command: What `build_command` returns.
@@ -187,13 +196,13 @@ def run_processes(command: list[str], progress: Callable[[int, int, str], None])
     with subprocess.Popen(command, text=True, errors="replace", **pipes) as launched:
         try:
             for line in launched.stdout or ():
-                printed, _, message = line.partition(MARK)
+                printed, _, report_text = line.partition(MARK)
                 if printed.strip():
                     logger.info("%s", printed.rstrip())
-                report = _parse_report(message)
+                report = _parse_report(report_text)
                 if isinstance(report, list):
                     progress(*report)
-                elif report and not first_error:
+                elif report and not first_error:  # the errors of the other processes are usually its consequences
                     first_error = report
         finally:
             launched.terminate()  # needed if the stage is interrupted
@@ -201,20 +210,20 @@ def run_processes(command: list[str], progress: Callable[[int, int, str], None])
         raise RuntimeError(first_error or f"a training process was killed (exit code {launched.returncode})")
 
 
-def _parse_report(message: str) -> Any:
+def _parse_report(text: str) -> Any:
     """Return what a process reported after `MARK`: a list for progress, a string for an error; None for nothing."""
-    if not message:
+    if not text:
         return None
     try:
-        return json.loads(message)
+        return json.loads(text)
     except json.JSONDecodeError:  # mixed with the output of another process: keep an error as far as it is readable
-        is_error = message.startswith('"')
-        return message.strip()[:MOST_CHARACTERS] if is_error else None
+        is_error = text.startswith('"')
+        return text.strip()[:MAX_ERROR_CHARACTERS] if is_error else None
 
 
 def _exit_with_stage() -> None:
-    """Exit this process when the stage's pipe closes; nothing is ever written to the pipe."""
-    os.read(sys.stdin.fileno(), 1)
+    """Exit this process when the stage ends, which closes the pipe that is the standard input."""
+    os.read(sys.stdin.fileno(), 1)  # returns only then, since nothing is written to the pipe
     os._exit(1)  # not sys.exit: the main thread may be waiting for another process
 
 
@@ -232,16 +241,16 @@ def run_process(file: str) -> None:
     from catto.pipeline.kinds.train import TrainingJob
     from catto.pipeline.training_job import train_method
 
-    def send(message: Any) -> None:
-        print(f"{MARK}{json.dumps(message)}", flush=True)
+    def print_report(report: Any) -> None:
+        print(f"{MARK}{json.dumps(report)}", flush=True)
 
-    is_first = os.environ["RANK"] == "0"
-    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(name)s: %(message)s")
+    is_rank_0 = os.environ["RANK"] == "0"
+    logging.basicConfig(level=logging.INFO if is_rank_0 else logging.ERROR, format="%(name)s: %(message)s")
     try:
         job = TypeAdapter(TrainingJob).validate_json(Path(file).read_bytes())
-        train_method(job, lambda *progress: send(progress) if is_first else None)
+        train_method(job, lambda *progress: print_report(progress) if is_rank_0 else None)
     except Exception as error:
-        send(f"{type(error).__name__}: {error}"[:MOST_CHARACTERS])
+        print_report(f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS])
         raise
 
 

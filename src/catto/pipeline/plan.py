@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,13 +67,29 @@ GREEDY = (0.0,)  # one sample at temperature 0
 Choice = Stage[ChoiceSettings]
 # `sampling: validation` chooses among these temperatures, on at most this many validation questions.
 SAMPLING_TEMPERATURES = (0.3, 0.5, 0.7, 1.0)
-SAMPLING_QUESTIONS = 100
-# Minimum number of pairs per held-out question: they cost no further responses, and more pairs give less noise.
+MAX_SAMPLING_QUESTIONS = 100
+# A held-out question gives up to this many pairs, or up to `pairs_per_question` if that is more. More pairs cost no
+# further responses, and the preference accuracy is less noisy.
 HELD_OUT_PAIRS = 4
 
 
+def _hash_teacher(teacher: TeacherSettings) -> str | None:
+    """Hash the local files that the teacher's responses come from; None if there are none."""
+    if teacher.source == "server":
+        return None  # `model` is a name on the server, even if a local folder has the same name
+    if teacher.source == "responses":
+        return hash_contents(teacher.responses)
+    return hash_contents(teacher.model)
+
+
 def hash_contents(place: str | None) -> str | None:
-    """Hash a file, or the files in a folder. Return None if there is neither, as for a name on the Hub.
+    """Hash a file, or the files in a folder.
+
+    Args:
+        place: A path or a name on the Hub, or None.
+
+    Returns:
+        The hash; None if there is no such file, or no file in such a folder, as for a name on the Hub.
 
     >>> hash_contents("HuggingFaceTB/SmolLM2-135M") is None
     True
@@ -89,7 +105,7 @@ def hash_contents(place: str | None) -> str | None:
 def _hash_rows(name: str, block: TaskSettings) -> str | None:
     """Hash the local files that a task's questions are read from; None if there are none."""
     files: list[Path] = []
-    with suppress(ValueError):  # `check_places` and the stage that reads them say what is missing
+    with suppress(ValueError):  # `check_places` and the stage that reads the files say what is missing
         files = find_rows(find_task(name, block), block.files, block.data_dir).files
     return _hash_files(files)
 
@@ -132,8 +148,7 @@ class Graph:
             if not _has_options(name, block):
                 self._without_options.add(name)
         self._model_hash = hash_contents(recipe.model.path)
-        teacher = recipe.own_teacher
-        self._teacher_hash = hash_contents(teacher.responses if teacher.source == "responses" else teacher.model)
+        self._teacher_hash = _hash_teacher(recipe.own_teacher)
         self._generating = Generating(recipe.evaluation, recipe.teacher.reasoning, prompts.fingerprint())
         self._choices: dict[tuple[str, int, str, Budget], Choice] = {}  # a cache: many stages need the same choice
 
@@ -164,24 +179,35 @@ class Graph:
             seed: The seed that the validation and test questions depend on; not used for training questions.
             more: Number of training questions beyond the task's `train`, for a stream of held-out questions.
         """
-        # The sizes of the other splits are removed, so that the key of the stage does not depend on them.
+        # The sizes of the other splits are set to None, so that the key of the stage does not depend on them.
         other_splits = set(SPLITS) - {split}
         block = self.recipe.tasks[task].model_copy(update=dict.fromkeys(other_splits))
-        if split != "train":
-            settings = QuestionSettings(task, split, seed, block, self._task_hashes[task])
-            return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
+        if split == "train":
+            return self._plan_training_questions(task, block, more)
+        settings = QuestionSettings(task, split, seed, block, self._task_hashes[task])
+        return Stage("held_out", f"{split} questions {task} seed {seed}", settings)
+
+    def _plan_training_questions(self, task: str, block: TaskSettings, more: int) -> Stage[QuestionSettings]:
+        """Plan the training questions of a task.
+
+        Args:
+            task: The task.
+            block: Its settings, without the sizes of the other splits.
+            more: Number of questions beyond `train` of the block; 0 for the questions that models are trained on.
+        """
         name = f"questions {task}"
         if more:
             block = block.model_copy(update={"train": (block.train or 0) + more})
             name = f"stream {name}"
         seeds = None
         first_seed = 0
-        # From a user's file, validation and test questions are cut by seed, unless each split has a file of its own.
+        # Without a file for each split, validation and test questions are cut from the user's file by seed. Training
+        # leaves out those of every seed, so the stage depends on the seeds.
         is_cut_by_seeds = block.own and len(block.files or ()) < len(SPLITS)
         if is_cut_by_seeds:
             seeds = self.recipe.seeds
             first_seed = seeds[0]
-        settings = QuestionSettings(task, split, first_seed, block, self._task_hashes[task], seeds)
+        settings = QuestionSettings(task, "train", first_seed, block, self._task_hashes[task], seeds)
         return Stage("questions", name, settings)
 
     def plan_responses(self, task: str) -> Stage[ResponseSettings]:
@@ -193,7 +219,7 @@ class Graph:
         return self._plan_rows(f"teacher {task}", self.plan_responses(task), ("sft", "preferences", "outcome"))
 
     def plan_traces(self, task: str, seed: int) -> Stage:
-        """Plan one teacher response to every validation question: SFT is monitored on them."""
+        """Plan one teacher response to every validation question, on which SFT is monitored."""
         name = f"traces {task} seed {seed}"
         questions = self.plan_questions(task, "validation", seed)
         teacher = self.recipe.own_teacher.model_copy(update={"n": 1})
@@ -213,7 +239,13 @@ class Graph:
     def _plan_asking(
         self, name: str, questions: Stage[QuestionSettings], teacher: TeacherSettings
     ) -> Stage[ResponseSettings]:
-        """Plan the teacher's responses to the questions of a stage."""
+        """Plan the teacher's responses to the questions of a stage.
+
+        Args:
+            name: What the responses are for, such as the task.
+            questions: The stage of the questions.
+            teacher: How the teacher is asked.
+        """
         settings = ResponseSettings(
             sampling=teacher,
             split=questions.settings.split,
@@ -226,17 +258,19 @@ class Graph:
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
 
     def _plan_stream(self, task: str, seed: int, method: Method) -> Stage:
-        """Plan the rows that `outcome` learns from: unfiltered responses of the start model to all training questions.
+        """Plan the stream of rows that a calibration term learns from: unfiltered responses to training questions.
 
-        Each question has one response. If votes are the target, several responses are sampled, and the row has the
-        share of each label among them.
+        The responses are sampled from the start model, or are the teacher's if the recipe says that the teacher is the
+        start model. There is one row per question. If votes are the target of the term, several responses are sampled,
+        and the row has the share of each label among them.
         """
         outcome = self.recipe.outcome
         start = self.recipe.start
         if outcome.source == "teacher":
             return self._plan_rows(f"stream teacher {task}", self.plan_responses(task), ("stream",))
-        model = self.plan_choice(task, seed, start, "matched")
-        if method.calibration == "outcome" and outcome.target != "gold":
+        model = self.plan_choice(task, seed, start, "matched")  # the start model is the same in both budgets
+        reads_votes = method.calibration == "outcome" and outcome.target != "gold"
+        if reads_votes:
             name = f"votes {start} {task} seed {seed}"
             return self._plan_sampled_rows(name, model, "train", outcome, outcome.samples, ("stream",))
         return self._plan_sampled_rows(f"stream {start} {task} seed {seed}", model, "train", outcome)
@@ -250,14 +284,14 @@ class Graph:
         samples: int = 1,
         kinds: tuple[Kind, ...] = ("outcome",),
     ) -> Stage:
-        """Plan to sample responses from a model, and the rows made from these responses.
+        """Plan the responses of a trained model, and the rows made from these responses.
 
         Args:
             name: The name of the stage of the rows.
             model: The model.
             split: The split of the questions.
-            outcome: The recipe's settings if the rows are the stream that a calibration term learns from; None if they
-                are only used to monitor training.
+            outcome: The recipe's `outcome` block if the rows are the stream that a calibration term learns from. None
+                if they are only used to monitor training; the sampling temperature is then 1.
             samples: Number of responses per question.
             kinds: The kinds of rows.
 
@@ -284,7 +318,8 @@ class Graph:
         )
         questions = self.plan_questions(model.settings.task, split, model.settings.seed)
         needs: dict[str, Stage] = {"model": model, "questions": questions}
-        if outcome is not None and outcome.held_out:  # ask only questions that are not among the training questions
+        if outcome is not None and outcome.held_out:
+            # The model answers questions beyond those that it was trained on: the stage leaves out `trained_on`.
             needs["questions"] = self.plan_questions(model.settings.task, more=outcome.questions or 0)
             needs["trained_on"] = questions
         return self._plan_rows(name, Stage("sampled", f"sampled {name}", settings, needs), kinds)
@@ -292,10 +327,10 @@ class Graph:
     def _plan_rows(
         self, name: str, responses: Stage[ResponseSettings], kinds: tuple[Kind, ...] = ("outcome",)
     ) -> Stage:
-        """Plan the rows of the given kinds from responses."""
+        """Plan the rows of the given kinds from responses: for `outcome`, one for each response, right or wrong."""
         needs: dict[str, Stage] = {"responses": responses}
         for role, need in responses.needs.items():
-            if role in ("questions", "trained_on"):
+            if role in ("questions", "trained_on"):  # which questions were asked
                 needs[role] = need
         grading_version = self._grading_version(needs["questions"].settings.task)
         settings = RowSettings(responses.settings, kinds, forms.VERSION, grading_version)
@@ -320,13 +355,7 @@ class Graph:
         recipe = self.recipe
         method = METHODS[name]
         block = self._resolve_block(method)
-        effort = method.effort[budget]
-        epochs = effort.epochs
-        pairs = None
-        if effort.pairs is not None:
-            pairs = recipe.small_pairs
-        elif block.epochs:  # the recipe's `epochs` replaces the number for all pairs, not that of the small budget
-            epochs = block.epochs
+        epochs, pairs = self._resolve_effort(method, budget, block)
         is_rcft = method.stage == "rcft"
         # A setting that the method does not read is None, so that the key of the stage does not depend on it.
         settings = TrainSettings(
@@ -339,19 +368,31 @@ class Graph:
             epochs=epochs,
             pairs=pairs,
             model=recipe.model,
-            contents=self._model_hash if method.stage == "sft" else None,
+            contents=self._model_hash if method.stage == "sft" else None,  # other methods start from a stage's model
             context=recipe.context,
             keep=recipe.keep,
             prefix_sharing=recipe.prefix_sharing if method.stage == "preference" else None,
             outcome=self._resolve_outcome(method),
             answering=self._generating_for(task) if is_rcft else None,
             parser=forms.VERSION if is_rcft else None,
-            # All settings in no field above. A new setting changes the key until it is excluded here.
+            # Every top-level setting that no field above covers. A new one changes the key until it is excluded here.
             others=recipe.model_dump(mode="json", exclude={*IN_STAGES, "name", "evaluation"}),
             launch=recipe.launch,
         )
         stage_name = f"{_title_of(name, budget)} {task} seed {seed} lr {rate:g}"
         return Stage("train", stage_name, settings, self._plan_training_needs(task, seed, method, budget))
+
+    def _resolve_effort(self, method: Method, budget: Budget, block: TrainerSettings) -> tuple[int, int | None]:
+        """Return the number of epochs, and the maximum number of pairs; None is no limit.
+
+        The recipe's `epochs` replaces the method's number only if the method trains on all rows or pairs. The small
+        budget fixes the number of epochs too.
+        """
+        effort = method.effort[budget]
+        has_small_budget = effort.pairs is not None
+        if has_small_budget:
+            return effort.epochs, self.recipe.small_pairs
+        return block.epochs or effort.epochs, None
 
     def _plan_training_needs(self, task: str, seed: int, method: Method, budget: Budget) -> dict[str, Stage]:
         """Return the stages that a training stage reads, by their role."""
@@ -359,7 +400,7 @@ class Graph:
         if method.stage != "sft":
             start = self.plan_choice(task, seed, start_of(method, self.recipe.start), budget)
             needs["start"] = start
-            # The training is monitored on one sampled response of the start model to every validation question.
+            # The training is monitored on a response of the start model to every validation question.
             needs["reasoning"] = self._plan_sampled_rows(f"reasoning {start.settings.name}", start, "validation")
         elif self.recipe.teacher.source != "responses":  # stored responses may answer only the training questions
             needs["traces"] = self.plan_traces(task, seed)
@@ -370,16 +411,19 @@ class Graph:
         return needs
 
     def _resolve_block(self, method: Method) -> TrainerSettings:
-        """Return the recipe's block for a method's trainer, without the options that the method does not read."""
+        """Return the recipe's block for a method's trainer, without the options that the method does not read.
+
+        The key of the training then does not depend on options that are in the block for other methods.
+        """
         block: TrainerSettings = getattr(self.recipe, method.stage)
-        # The default weight is part of the key, since the training depends on it too.
+        # The default weight of the calibration term is written out, so that the key changes if the default does.
         options: dict[str, Any] = {"calibration_weight": WEIGHTS[method.calibration]}
         for name, value in block.trl.items():
             means_default = name == "calibration_weight" and value is None
             if not means_default:
                 options[name] = value
-        # Without the options of other calibration terms, the key of the method does not depend on them.
-        options = without_overridden(method, options_read_by(method.calibration, options))
+        options = options_read_by(method.calibration, options)
+        options = without_overridden(method, options)
         return block.model_copy(update={"trl": options})
 
     def _resolve_outcome(self, method: Method) -> OutcomeSettings | None:
@@ -391,7 +435,10 @@ class Graph:
         return None
 
     def list_learning_rates(self, name: str) -> tuple[float, ...]:
-        """Return the learning rates to choose from. Out of distribution only the first one is used."""
+        """Return the learning rates to choose from: none for the base model, which is not trained.
+
+        If the recipe sets `train_on`, only the first learning rate is used.
+        """
         if METHODS[name].stage == "base":
             return ()
         block: TrainerSettings = getattr(self.recipe, METHODS[name].stage)
@@ -399,13 +446,26 @@ class Graph:
         return rates[:1] if self.recipe.train_on is not None else rates
 
     def plan_choice(self, task: str, seed: int, name: str, budget: Budget) -> Choice:
-        """Plan the choice of the learning rate with the lowest validation ECE: of this seed, or averaged over seeds."""
+        """Plan the choice of the learning rate with the lowest validation ECE, and so of a model.
+
+        Args:
+            task: The task to train on.
+            seed: The seed of the model. With `lr_choice: mean`, the ECE is averaged over all seeds of the recipe.
+            name: The name of the method.
+            budget: The budget.
+        """
         key = (task, seed, name, budget)
         if key not in self._choices:
             self._choices[key] = self._make_choice(task, seed, name, budget)
         return self._choices[key]
 
     def _make_choice(self, task: str, seed: int, name: str, budget: Budget) -> Choice:
+        """Make the stage that `plan_choice` returns.
+
+        It needs the model of every learning rate and seed, under a role such as `model 0 seed 7`: 0 is the position of
+        the learning rate. The base model takes the place of the first learning rate. If there is a choice, the stage
+        also needs the validation predictions of every model, such as `validation 0 seed 7`.
+        """
         title = _title_of(name, budget)
         rates = self.list_learning_rates(name)
         has_several_rates = len(rates) > 1
@@ -422,7 +482,7 @@ class Graph:
                 needs[f"model {role}"] = model
                 if has_several_rates:
                     needs[f"validation {role}"] = self._plan_validation(task, trained_seed, model)
-        # `evaluation.bins` is only for the report: it must not change which model is chosen and trained further.
+        # The recipe's `evaluation.bins` is not in the settings: it must not change which model is chosen.
         settings = ChoiceSettings(title, task, seed, seeds, rates)
         return Stage("chosen", f"chosen {title} {task} seed {seed}", settings, needs)
 
@@ -444,14 +504,14 @@ class Graph:
         Two stages do this, so that the responses are not generated again when only the answer parser changes.
 
         Args:
-            name: The readable part of the stages' names.
+            name: The end of the stages' names.
             model: The model.
             seed: The seed of the questions and of the sampling.
             task: The task of the questions.
             split: Their split.
-            temperatures: One sampling temperature per sample, or the number of samples if `temperature` is given.
-            temperature: The stage that finds the temperature of all samples.
-            limit: Maximum number of questions.
+            temperatures: One sampling temperature per sample. If a stage finds the temperature, the number of samples.
+            temperature: The stage that finds the temperature of all samples; None if `temperatures` has them.
+            limit: Maximum number of questions; None uses all.
 
         Returns:
             The stage that reads the responses.
@@ -462,7 +522,7 @@ class Graph:
         if temperature is not None:
             generating_needs["temperature"] = temperature
         needs["generated"] = Stage("generated", f"generated {name}", settings, generating_needs)
-        # Sampled predictions are an intermediate step: the stage that uses them is called `name` itself.
+        # Sampled predictions are an intermediate step: the caller gives `name` to the stage that uses them.
         title = name if temperatures == GREEDY else f"read {name}"
         reading = PredictionSettings(settings, forms.VERSION, self._grading_version(task))
         return Stage("predicted", title, reading, needs)
@@ -479,9 +539,12 @@ class Graph:
         return self._plan_predictions(name, model, model.settings.seed, task, "test", GREEDY)
 
     def plan_tau(self, model: Choice, kind: ScalingKind = "raw") -> Stage[ScalingSettings]:
-        """Plan the fit of a temperature or a vector on a model's greedy validation predictions."""
+        """Plan the fit of a temperature or a vector on a model's greedy validation predictions.
+
+        These are the predictions by which the learning rate was chosen, if there was a choice.
+        """
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
-        if not validation:  # with a single learning rate, the choice needed no predictions
+        if not validation:  # with a single learning rate, the choice needed no predictions, but only one model
             (trained,) = model.needs.values()
             validation = {"validation": self._plan_validation(model.settings.task, model.settings.seed, trained)}
         titles: dict[ScalingKind, str] = {"raw": "tau", "normalized": "tau among labels", "vector": "vector"}
@@ -491,8 +554,14 @@ class Graph:
     def plan_scaling(self, title: str, task: str, model: Choice, kind: ScalingKind) -> Stage:
         """Plan rescaled test predictions.
 
-        With `decode: sample`, answers are sampled at the fitted temperature; otherwise the greedy answers are rescaled.
-        A scaling of the labels alone is not a temperature to sample at, so it always rescales the greedy answers.
+        With `decode: sample` in the recipe, answers are sampled at the fitted temperature, which must be one over the
+        whole vocabulary (`raw`). In all other cases, the confidences of the greedy answers are rescaled.
+
+        Args:
+            title: The title of the method, for the name of the stage.
+            task: The task of the test questions.
+            model: The model.
+            kind: What is fitted.
         """
         seed = model.settings.seed
         name = f"scaled {title} {task} seed {seed}"
@@ -504,11 +573,16 @@ class Graph:
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def plan_sampling_temperature(self, model: Choice) -> Stage:
-        """Plan the choice of the sampling temperature of candidates, by Confidence@k on some validation questions."""
+        """Plan the choice of the temperature at which candidates are sampled.
+
+        The model samples max(k) answers at each temperature, to some of the validation questions. The temperature with
+        the best accuracy of Confidence@k is chosen.
+        """
         name = f"sampling {model.settings.name}"
+        samples = max(self.recipe.evaluation.k)
         temperatures: list[float] = []
         for temperature in SAMPLING_TEMPERATURES:
-            temperatures += [temperature] * max(self.recipe.evaluation.k)
+            temperatures += [temperature] * samples
         predicted = self._plan_predictions(
             name,
             model,
@@ -516,7 +590,7 @@ class Graph:
             model.settings.task,
             "validation",
             tuple(temperatures),
-            limit=SAMPLING_QUESTIONS,
+            limit=MAX_SAMPLING_QUESTIONS,
         )
         return Stage("sampling", name, StageSettings(), {"predicted": predicted, "tau": self.plan_tau(model)})
 
@@ -555,19 +629,26 @@ class Graph:
     # ---- the report -------------------------------------------------------------------------------------------------
 
     def list_cells(self) -> list[CellPlan]:
-        """Plan every cell of the tables."""
+        """Plan every cell of the tables: one for each task, seed, method and budget.
+
+        If the budgets give the same model, there is one cell without a budget.
+        """
         recipe = self.recipe
         cells = []
         for (task, trained_on), seed, name in itertools.product(self._pair_tasks(), recipe.seeds, recipe.methods):
             method = find_method(name)
             plan_cell = self._plan_scaled_cell if method.stage == "scaling" else self._plan_trained_cell
-            for budget in recipe.budgets if method.budgeted else recipe.budgets[:1]:
+            budgets = recipe.budgets if method.budgeted else recipe.budgets[:1]
+            for budget in budgets:
                 place = CellPlace(task, trained_on, name, budget if method.budgeted else None, seed)
                 cells.append(plan_cell(place, budget))
         return cells
 
     def _pair_tasks(self) -> list[tuple[str, str]]:
-        """Return the tasks to test, each with the task to train on."""
+        """Return the tasks to test, each with the task to train on.
+
+        If the recipe sets `train_on`, the other tasks are tested; that task itself only if it is the only one.
+        """
         train_on = self.recipe.train_on
         if train_on is None:
             return [(task, task) for task in self.recipe.tasks]
@@ -580,6 +661,8 @@ class Graph:
         model = self.plan_choice(place.trained_on, place.seed, find_method(place.method).start, budget)
         is_sampled_at_tau = kind == "raw" and self.recipe.evaluation.decode == "sample"
         validation: tuple[Stage, ...] = ()
+        # The report fits a threshold on the validation predictions, which are greedy. It fits only test predictions of
+        # the same task that are greedy too.
         if place.task == place.trained_on and not is_sampled_at_tau:
             validation = _list_validation(self.plan_tau(model, kind))
         return CellPlan(
@@ -601,7 +684,8 @@ class Graph:
         validation: tuple[Stage, ...] = ()
         preference = None
         if place.task == place.trained_on:  # validation questions and held-out pairs are from the training task
-            # Use the predictions that other stages need: to fit a temperature, or else to choose a learning rate.
+            # Only predictions that other stages need anyway: to fit the temperature that ranks the candidates or, if
+            # there are none, to choose the learning rate.
             validation = _list_validation(model if candidates is None else self.plan_tau(model))
             preference = self.plan_preference_accuracy(model)
         return CellPlan(
@@ -615,7 +699,11 @@ class Graph:
         )
 
     def find_measured_pairs(self, task: str) -> dict[int, Stage]:
-        """Return the stages of a training task's held-out pairs on which any method is measured, by seed."""
+        """Return the stages of the held-out pairs on which methods are measured, by seed.
+
+        Args:
+            task: The task that the methods are trained on.
+        """
         pairs: dict[int, Stage] = {}
         for cell in self.list_cells():
             if cell.preference is not None and cell.place.trained_on == task:
@@ -640,9 +728,10 @@ def _list_validation(stage: Stage) -> tuple[Stage, ...]:
 
 
 def _reward_reference(model: Choice) -> Choice | None:
-    """Return the reference model for rewards: the model from which the last training on preferences started.
+    """Return the model relative to which a model's rewards are computed; None if no training was on preferences.
 
-    For RCFT, this is the SFT model that DPO started from, not the DPO model. None if no training was on preferences.
+    It is the model from which the last training on preferences started. For RCFT, which starts from the DPO model, this
+    is the SFT model that DPO started from.
     """
     trained = model.needs[f"model 0 seed {model.settings.seed}"]  # all learning rates start from the same model
     start: Choice | None = trained.needs.get("start")
@@ -705,7 +794,10 @@ def _has_options(name: str, block: TaskSettings) -> bool:
 
 
 def _explain_missing_labels(recipe: Recipe) -> str | None:
-    """Return a message if a setting of the recipe needs labels but the answers to a task have none; otherwise None."""
+    """Return a message if the answers to a task have no labels but a setting of the recipe needs them.
+
+    Return None if no setting does, or if the answers to all tasks are labels.
+    """
     without_options = [name for name, block in recipe.tasks.items() if not _has_options(name, block)]
     if not without_options:
         return None
@@ -758,10 +850,10 @@ def _check_task(name: str, recipe: Recipe) -> None:
     # Users' files and the generated world of the task `witnesses` can be split with any seed. The other tasks have
     # splits only for fixed seeds.
     if origin in ("benchmark", "generated"):
-        known = TASKS[name].seeds
+        split_seeds = TASKS[name].seeds
         for seed in recipe.seeds:
-            if seed not in known:
-                seeds = ", ".join(map(str, known))
+            if seed not in split_seeds:
+                seeds = ", ".join(map(str, split_seeds))
                 raise _TaskError(("seeds",), f"seeds: {seed} is not one of {name}'s split seeds {seeds}")
 
 
@@ -775,7 +867,9 @@ def _origin_of_questions(name: str, block: TaskSettings) -> str:
 
 
 def check_places(source: str, recipe: Recipe) -> None:
-    """Check the paths, hub ids and addresses in a recipe before anything runs. Neither hub nor server is contacted.
+    """Check the paths, hub ids and addresses in a recipe before anything runs.
+
+    Neither the Hub nor a server is contacted.
 
     Args:
         source: The name or file of the recipe, for errors.
@@ -785,32 +879,44 @@ def check_places(source: str, recipe: Recipe) -> None:
         DataError: A file or folder is missing, a hub id or an address is malformed, or a method cannot be trained with
             the `launch` block. The message names the setting.
     """
-    teacher = recipe.own_teacher
-    try:
-        # The functions below are called only for the errors that they raise; `where` is the setting to name in them.
-        for name, block in recipe.tasks.items():
-            where = f"tasks.{name}"
-            if name == "witnesses" and not block.own:
+    # The functions below are called only for the errors that they raise.
+    for name, block in recipe.tasks.items():
+        with _errors_name_setting(source, f"tasks.{name}"):
+            origin = _origin_of_questions(name, block)
+            if origin == "world":
                 witnesses.generate_questions("train", 0, seed=0, **block.world_options())
-            elif block.own or TASKS[name].generate is None:
+            elif origin in ("own", "benchmark"):
                 find_rows(find_task(name, block), block.files, block.data_dir)
-        where = "model.path"
+    with _errors_name_setting(source, "model.path"):
         if recipe.model.path is not None:
             check_model(recipe.model.path)
-        where = "teacher.model"
-        if teacher.source == "transformers":
-            check_model(teacher.model or "")
-        where = "teacher.responses"
-        responses = teacher.responses or ""
-        if teacher.source == "responses" and not Path(responses).exists() and not is_hub_id(responses):
-            raise DataError(responses, None, "no such file or folder, and not a hub id of the form owner/name")
-        where = "teacher.base_url"
-        if teacher.source == "server":
-            server_address(teacher.base_url or "")
-        where = "launch"
+    _check_teacher_places(source, recipe.own_teacher)
+    with _errors_name_setting(source, "launch"):
         launch.check_launch(recipe)
+
+
+def _check_teacher_places(source: str, teacher: TeacherSettings) -> None:
+    """Check the model, the file or the address of a teacher, whichever it has. Errors as in `check_places`."""
+    if teacher.source == "transformers":
+        with _errors_name_setting(source, "teacher.model"):
+            check_model(teacher.model or "")
+    elif teacher.source == "responses":
+        with _errors_name_setting(source, "teacher.responses"):
+            responses = teacher.responses or ""
+            if not Path(responses).exists() and not is_hub_id(responses):
+                raise DataError(responses, None, "no such file or folder, and not a hub id of the form owner/name")
+    elif teacher.source == "server":
+        with _errors_name_setting(source, "teacher.base_url"):
+            server_address(teacher.base_url or "")
+
+
+@contextmanager
+def _errors_name_setting(source: str, setting: str) -> Iterator[None]:
+    """Turn a ValueError, including a DataError, into a DataError that names the recipe and the setting to blame."""
+    try:
+        yield
     except ValueError as error:
-        raise DataError(source, None, f"{where}: {error}") from None
+        raise DataError(source, None, f"{setting}: {error}") from None
 
 
 # ---- recipes in an experiment's folder ------------------------------------------------------------------------------
@@ -839,7 +945,7 @@ def store_recipe(root: Path, recipe: Recipe) -> Path:
 
 
 def read_stored_recipe(path: Path) -> Any:
-    """Return the settings of a stored recipe. Raise DataError if their hash is not the name of the file."""
+    """Return the settings of a stored recipe. Raise DataError if they do not match the hash in the file's name."""
     value = read_json(path)
     if content_hash(value) != path.stem:
         problem = "damaged: the recipe was changed; `catto run` with your recipe file stores it again"
@@ -856,17 +962,22 @@ def find_stage(root: Path, key: str, recipe: str = "") -> Stage:
         recipe: The hash of the recipe, or its beginning. Recipes that share a stage may differ in how it is run
             (`launch`, the teacher's address). If empty, the most recently used recipe that has the stage is chosen.
 
+    Returns:
+        The stage.
+
     Raises:
-        DataError: There is no such recipe or stage, or several keys begin with `key`.
+        DataError: There is no such recipe or stage, several keys of a recipe begin with `key`, or a stored recipe is
+            damaged.
     """
-    recipes = sorted((root / "recipes").glob(f"{recipe}*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if not recipes:
+    paths = (root / "recipes").glob(f"{recipe}*.json")
+    newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
+    if not newest_first:
         missing = f"no recipe {recipe}" if recipe else "no recipe"
         raise DataError(root, None, f"{missing} is stored here: `catto run` and `catto plan --export` store one")
-    for path in recipes:
-        value = read_stored_recipe(path)
-        with data_errors_at(path, value=value):
-            graph = Graph(Recipe.model_validate(value))
+    for path in newest_first:
+        stored_recipe = read_stored_recipe(path)
+        with data_errors_at(path, value=stored_recipe):
+            graph = Graph(Recipe.model_validate(stored_recipe))
         matches = []
         for stage in list_needed([graph.plan_report()]):
             if stage.key.startswith(key) or stage.folder == key:

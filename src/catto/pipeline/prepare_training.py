@@ -42,8 +42,8 @@ T = TypeVar("T")
 # Arguments that are true on an accelerator, such as a GPU, and false on a CPU. `bf16` is the precision of the
 # computation; the weights have the recipe's dtype.
 ON_ACCELERATORS = ("bf16", "gradient_checkpointing", "dataloader_pin_memory")
-# PEFT's adapter initialisations that do not change the output of the model.
-NEUTRAL_STARTS = (True, "gaussian", "eva", "mica")
+# Values of PEFT's `init_lora_weights` with which a new adapter does not change the output of the model.
+NEUTRAL_INITIALISATIONS = (True, "gaussian", "eva", "mica")
 
 
 class PreparedTraining(NamedTuple):
@@ -53,8 +53,8 @@ class PreparedTraining(NamedTuple):
         trainer: A `CATTOTrainer` or a `SupervisedTrainer`.
         rows: Number of rows or pairs that it trains on.
         tokens: Number of tokens per epoch.
-        dropped: Number of rows left out, by their kind: rows that are too long and, in a stream of right responses,
-            questions without one.
+        dropped: Number of rows left out. `rows` (for supervised training) or `pairs` counts those that are too long;
+            `stream`, if there is one, also counts questions without a right response if right responses are replayed.
     """
 
     trainer: Any
@@ -66,11 +66,15 @@ class PreparedTraining(NamedTuple):
 def make_arguments(job: TrainingJob, *, monitored: bool = True) -> dict[str, Any]:
     """Return the training arguments that all methods share, overridden by the recipe's `trl` block.
 
-    The batch size is that of one process. `check_launch` has already refused a batch that cannot be split equally.
-
     Args:
         job: The training.
         monitored: Whether there are held-out examples to choose the checkpoint by; otherwise the last one is kept.
+
+    Returns:
+        Keyword arguments of `TrainingArguments`. The batch size is that of one process.
+
+    Raises:
+        ValueError: The processes cannot share a batch equally. `check_launch` finds this before anything runs.
     """
     settings = job.settings
     trainer_settings = settings.block
@@ -90,11 +94,11 @@ def make_arguments(job: TrainingJob, *, monitored: bool = True) -> dict[str, Any
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": min(10, trainer_settings.checkpoint_steps),  # so that a short training is logged too
-        **checkpoint_arguments(settings.keep, trainer_settings.checkpoint_steps, measured=monitored),
+        **checkpoint_arguments(settings.keep, trainer_settings.checkpoint_steps, has_validation=monitored),
         **trainer_settings.trl,
     }
-    per_process = launch.split_batch(arguments, settings.launch.processes)
-    return {**arguments, **per_process}
+    batch_of_one_process = launch.split_batch(arguments, settings.launch.processes)
+    return {**arguments, **batch_of_one_process}
 
 
 # ---- supervised -----------------------------------------------------------------------------------------------------
@@ -102,6 +106,11 @@ def make_arguments(job: TrainingJob, *, monitored: bool = True) -> dict[str, Any
 
 def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> PreparedTraining:
     """Prepare SFT, with or without smoothed labels, CFT or RCFT.
+
+    Args:
+        job: The training.
+        model: The model to train, with its adapter if it has one.
+        tokenizer: The tokenizer of the model.
 
     Raises:
         ValueError: There is no row, or all rows are longer than the context.
@@ -117,9 +126,9 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
         examples = locate_labels(tokenizer, drawn)
     else:
         examples = [TokenizedRow(row.question, ids) for row, ids in drawn]
-    # Training is monitored on reasoning that the start model has sampled for the validation questions. For SFT,
-    # no model has been trained yet that could: it is monitored on the teacher's traces. There are none if the teacher's
-    # responses are stored ones, which may answer only the training questions.
+    # CFT and RCFT are monitored on responses of the start model to the validation questions. Before SFT, no model
+    # answers in the expected form, so SFT is monitored on the teacher's responses instead. These are missing if the
+    # teacher is a file of responses, which may answer only the training questions.
     validation_role = "traces" if method.stage == "sft" else "reasoning"
     validation: list[Example] = []
     if validation_role in job.inputs:
@@ -138,7 +147,7 @@ def prepare_supervised(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
 
 
 def _read_validation(job: TrainingJob, role: str, tokenizer: Any) -> list[Example]:
-    """Return the examples on which the training is monitored; `role` is that of the folder with their rows."""
+    """Return the examples on which the training is monitored: the rows in the input folder with this role."""
     rows = read_records(job.inputs[role] / "outcome.jsonl", SftRow)
     return make_examples(tokenizer, rows, job.settings.context)
 
@@ -152,7 +161,7 @@ def _draw_rows(rows: Sequence[T], limit: int | None, seed: int) -> list[T]:
 
 
 def _make_rcft_bins(job: TrainingJob, tokenizer: Any) -> RcftBins:
-    """Return RCFT's confidence bins, estimated on the model's own greedy answers to the validation questions."""
+    """Return RCFT's confidence bins, whose accuracy is estimated on the model's answers to the validation questions."""
     questions = read_questions(job.inputs["held_out"] / "validation.jsonl")
     answering = job.settings.answering
     assert answering is not None  # `Graph.plan_training` sets it for CFT and RCFT
@@ -190,9 +199,15 @@ def compute_label_share(prediction: Prediction) -> float | None:
 def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> PreparedTraining:
     """Prepare training on pairs, with the method's calibration term and the stream of responses that the term reads.
 
+    Args:
+        job: The training.
+        model: The model to train, without an adapter: the trainer adds it.
+        tokenizer: The tokenizer of the model.
+
     Raises:
-        ValueError: There is no pair, all pairs or all responses of the stream are longer than the context, or the
-            tokenizer does not distinguish the labels of a question.
+        ValueError: There is no pair, all pairs or all responses of the stream are longer than the context, no question
+            of the stream has the votes that the term needs, or the tokenizer does not distinguish the labels of a
+            question.
     """
     settings = job.settings
     method = settings.method
@@ -201,13 +216,14 @@ def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
     stream: list[Example] = []
     if method.stream != "none":
         stream, dropped["stream"] = _read_stream_examples(job, tokenizer)
-    # Later options win: the recipe's `trl` block over the term's options, and the method's loss over the recipe's.
+    # If an option occurs twice, the last one counts: the recipe's `trl` block, which is in the arguments, overrides the
+    # options of the term, and the method's loss overrides the recipe's.
     config = CATTOConfig(**(_list_term_options(settings) | make_arguments(job) | _list_loss_options(method)))
-    adapter: dict[str, Any] = {}
+    adapter_options: dict[str, Any] = {}
     if settings.model.peft is not None:
         # TRL adds the adapter. Given a model that already has one, it would add a second, frozen adapter as reference,
         # which would also be in the checkpoints.
-        adapter["peft_config"] = _make_adapter(settings.model.peft)
+        adapter_options["peft_config"] = _make_adapter(settings.model.peft)
     trainer = CATTOTrainer(
         model,
         args=config,
@@ -216,40 +232,45 @@ def prepare_preference(job: TrainingJob, model: Any, tokenizer: Any) -> Prepared
         processing_class=tokenizer,
         validation=_read_validation(job, "reasoning", tokenizer),
         outcome_examples=stream,
-        **adapter,
+        **adapter_options,
     )
-    # The tokens of an epoch: those of all pairs, and those of the stream's rows that are read together with them.
-    tokens = sum(_count_forward_tokens(pair) for pair in pairs)
+    tokens_per_epoch = sum(_count_forward_tokens(pair) for pair in pairs)
     if stream:
+        # Each pair is trained on together with a fixed number of the stream's rows, however long the stream is.
         stream_rows_per_epoch = config.outcome_rows_per_pair * len(pairs)
-        stream_tokens = _count_stream_tokens(stream, method)
-        tokens += round(stream_rows_per_epoch * stream_tokens / len(stream))
-    return PreparedTraining(trainer, rows=len(pairs), tokens=tokens, dropped=dropped)
+        tokens_per_stream_row = _count_stream_tokens(stream, method) / len(stream)
+        tokens_per_epoch += round(stream_rows_per_epoch * tokens_per_stream_row)
+    return PreparedTraining(trainer, rows=len(pairs), tokens=tokens_per_epoch, dropped=dropped)
 
 
 def _read_pairs(job: TrainingJob, tokenizer: Any) -> tuple[list[dict[str, Any]], int]:
     """Return the tokenized pairs to train on, and the number of pairs that were too long.
 
+    The number of pairs is limited by the method's budget (`settings.pairs`) and by the recipe (`rows` in its block for
+    the trainer). The smaller limit counts. If there are more pairs, some are drawn at random with the seed, so methods
+    with the same limit train on the same pairs.
+
     Raises:
-        ValueError: There is no pair, or all pairs are too long, or the labels of a question cannot be distinguished.
+        ValueError: There is no pair, all pairs are too long, or tokens do not distinguish the labels of a question.
     """
     settings = job.settings
     rows = list(read_records(job.inputs["teacher"] / "preferences.jsonl", PreferenceRow))
     if not rows:
         raise ValueError("there are no pairs to train on: no question has enough right and wrong answers")
-    for labels in dict.fromkeys(row.labels for row in rows):
-        if labels:
-            check_labels(tokenizer, labels)
-    # Long pairs are dropped before the draw, so that every drawn pair is used and all methods train on the same pairs.
+    distinct_labels = dict.fromkeys(row.labels for row in rows)
+    for labels in distinct_labels:
+        if labels:  # short answers have none
+            check_labels(tokenizer, labels)  # raises ValueError if tokens do not distinguish them
+    # Long pairs are dropped before the draw, so that as many pairs are used as the limit allows.
     short_enough = drop_too_long(
         [preference_columns(tokenizer, row) for row in rows],
         settings.context,
         length_of=count_pair_tokens,
         name_of=lambda pair: str(pair["question"]),
     )
-    method_limit = settings.pairs
+    budget_limit = settings.pairs
     recipe_limit = settings.block.rows
-    limits = [limit for limit in (method_limit, recipe_limit) if limit is not None]
+    limits = [limit for limit in (budget_limit, recipe_limit) if limit is not None]
     pairs = _draw_rows(short_enough, min(limits, default=None), settings.seed)
     return pairs, len(rows) - len(short_enough)
 
@@ -268,9 +289,10 @@ def _read_stream_examples(job: TrainingJob, tokenizer: Any) -> tuple[list[Exampl
 
 
 def _list_term_options(settings: TrainSettings) -> dict[str, Any]:
-    """Return the options of `CATTOConfig` for any training on pairs, and those of the calibration term.
+    """Return the options of `CATTOConfig` that the recipe sets outside its `trl` block.
 
-    Options that the term does not read are left out, since `CATTOConfig` refuses them.
+    These are the options of any training on pairs and those of the method's calibration term. Options that the term
+    does not read are left out, since `CATTOConfig` refuses them.
     """
     method = settings.method
     options: dict[str, Any] = {
@@ -292,7 +314,7 @@ def _list_term_options(settings: TrainSettings) -> dict[str, Any]:
 def _make_adapter(peft: dict[str, Any]) -> LoraConfig:
     """Return the configuration of the adapter. Raise ValueError if its initialisation changes the model's output."""
     initialisation = peft.get("init_lora_weights", True)
-    if initialisation not in NEUTRAL_STARTS:
+    if initialisation not in NEUTRAL_INITIALISATIONS:
         reason = "the reference is the model without its adapter, which must equal the model at the start"
         raise ValueError(f"model.peft.init_lora_weights is {initialisation!r}, expected true or gaussian: {reason}")
     return LoraConfig(task_type="CAUSAL_LM", **peft)
@@ -311,10 +333,12 @@ def _count_stream_tokens(stream: Iterable[Example], method: Method) -> int:
 
 
 def _read_stream(job: TrainingJob) -> list[SftRow]:
-    """Return the rows of the stream. If votes are the target, leave out rows without votes.
+    """Return the rows of the stream.
+
+    If the target of the calibration term is votes or their mean with the gold label, rows without votes are left out.
 
     Raises:
-        ValueError: Votes are the target but no row has them.
+        ValueError: The target needs votes, but no row has them.
     """
     path = job.inputs["stream"] / "stream.jsonl"  # one row per question, with votes
     if not path.exists():
@@ -323,13 +347,13 @@ def _read_stream(job: TrainingJob) -> list[SftRow]:
     needs_votes = job.settings.outcome is not None and job.settings.outcome.target != "gold"
     if not needs_votes:
         return rows
-    voted = [row for row in rows if row.votes is not None]
-    if not voted:
+    rows_with_votes = [row for row in rows if row.votes is not None]
+    if not rows_with_votes:
         raise ValueError("no response of the stream has a readable answer, so no question has votes")
-    left_out = len(rows) - len(voted)
+    left_out = len(rows) - len(rows_with_votes)
     if left_out:
         logger.warning("left out %d of %d questions: no response has a readable answer", left_out, len(rows))
-    return voted
+    return rows_with_votes
 
 
 def _list_loss_options(method: Method) -> dict[str, Any]:
@@ -346,20 +370,25 @@ def _list_loss_options(method: Method) -> dict[str, Any]:
 
 
 def find_right_responses(job: TrainingJob, sampled: Iterable[SftRow]) -> list[SftRow]:
-    """Return a right response to each question of the stream, in the same form as the sampled response.
+    """Return a right response to each question of the stream, with reasoning if the sampled response has reasoning.
 
-    If the sampled response has no reasoning, this is the gold label alone. Otherwise it is the teacher's first correct
-    trace, and questions without one are left out.
+    Args:
+        job: The training.
+        sampled: The rows of the stream, right or wrong.
+
+    Returns:
+        In place of each row without reasoning, the row with the gold label. In place of each other row, the first of
+        the teacher's correct responses to the question, or nothing if there is none.
     """
-    traces: dict[str, SftRow] = {}
+    teacher_rows: dict[str, SftRow] = {}
     for row in read_records(job.inputs["teacher"] / "sft.jsonl", SftRow):
-        traces.setdefault(row.question, row)  # keeps the first of several traces
+        teacher_rows.setdefault(row.question, row)  # keeps the first of several
     responses = []
     for row in sampled:
-        is_only_answer = row.completion[-1].content == render_completion(None, row.label)
-        if is_only_answer:
+        has_reasoning = row.completion[-1].content != render_completion(None, row.label)
+        if not has_reasoning:
             answer = Message(role="assistant", content=render_completion(None, row.gold))
             responses.append(row.model_copy(update={"completion": (answer,), "label": row.gold}))
-        elif row.question in traces:
-            responses.append(traces[row.question])
+        elif row.question in teacher_rows:
+            responses.append(teacher_rows[row.question])
     return responses

@@ -1,9 +1,9 @@
 """Run the stages of a recipe on a Ray cluster: one task per stage, with all results in files on a shared file system.
 
-A task gets the recipe, the key of its stage and references to the tasks of its needs, so that Ray waits for these. The
-worker finds the stage by its key and runs it as the local runner does. If Ray restarts a task because a node or worker
-was lost, the new attempt resumes the work. Tasks return only how their stage ended; progress is read from the folders
-of the attempts.
+A task gets the recipe, the key of its stage and references to the tasks of the stages that it needs. Ray starts it when
+those tasks have ended. The worker finds the stage by its key and runs it as the local runner does. If Ray restarts a
+task because a node or worker was lost, the new attempt resumes the work. Tasks return only how their stage ended;
+progress is read from the folders of the attempts.
 """
 
 from __future__ import annotations
@@ -62,17 +62,10 @@ def run_on_ray(
     with attempts.lock_run(root):
         missing = [stage for stage, state in runner.list_states(root, goals) if state != "done"]
         with _connect_to_ray(address):
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            options = list_ray_options(recipe, missing, nodes)
-            tasks: dict[str, Any] = {}
-            for stage in missing:  # in this order, the tasks of its needs exist already
-                needs = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
-                resources = options[resource_block(recipe, stage)]
-                task = ray.remote(_run_stage).options(name=stage.name, max_retries=RETRIES, **resources)
-                tasks[stage.key] = task.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needs)
+            tasks = _submit_tasks(root, recipe, missing)
             try:
                 outcome = _follow_tasks(root, missing, tasks, display)
-            except BaseException:
+            except BaseException:  # for example, the user interrupts the run
                 for task in tasks.values():
                     ray.cancel(task, force=True)
                 raise
@@ -81,9 +74,33 @@ def run_on_ray(
         return outcome
 
 
+def _submit_tasks(root: Path, recipe: Recipe, missing: Sequence[Stage]) -> dict[str, Any]:
+    """Submit a task for every missing stage; return Ray's reference to each task, by the key of its stage.
+
+    Raises:
+        DataError: The cluster lacks resources.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    options = list_ray_options(recipe, missing, nodes)
+    tasks: dict[str, Any] = {}
+    for stage in missing:  # each after the stages it needs, so their tasks exist already
+        needed_tasks = [tasks[need.key] for need in stage.needs.values() if need.key in tasks]
+        resources = options[resource_block(recipe, stage)]
+        function = ray.remote(_run_stage).options(name=stage.name, max_retries=RETRIES, **resources)
+        tasks[stage.key] = function.remote(recipe, str(root.resolve()), str(Path.cwd()), stage.key, *needed_tasks)
+    return tasks
+
+
 @contextmanager
 def _connect_to_ray(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, or start one; disconnect at the end. Ray's own messages stay in its logs."""
+    """Connect to a cluster, or start one; disconnect at the end. Ray's own messages stay in its logs.
+
+    Args:
+        address: The address of a cluster, or `auto` for the one that runs on this machine. None starts a new cluster.
+
+    Raises:
+        DataError: There is no connection, or no cluster can be started.
+    """
     switch_off_telemetry()  # Ray's processes on this machine inherit the setting
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a warning about a future version of Ray
     # Without a limit, Ray restarts a stage that runs out of memory forever.
@@ -92,7 +109,7 @@ def _connect_to_ray(address: str | None) -> Iterator[None]:
     if address is None:
         options = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE}
     try:
-        if address is not None and address != "auto":
+        if address is not None and address != "auto":  # a host and a port
             _check_connection(address)
         ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -166,29 +183,35 @@ def _follow_tasks(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any]
     monitor = _StageMonitor(root, len(missing), display)
     pending = {stage.key: stage for stage in missing}
     while pending:
-        ready, _ = ray.wait([tasks[key] for key in pending], num_returns=len(pending), timeout=SECONDS_BETWEEN_LOOKS)
+        pending_tasks = [tasks[key] for key in pending]
+        # Returns after the timeout, or earlier if all tasks have ended.
+        ready, _ = ray.wait(pending_tasks, num_returns=len(pending_tasks), timeout=SECONDS_BETWEEN_LOOKS)
+        ended_tasks = set(ready)
         monitor.show_progress(pending.values())
-        ready_tasks = set(ready)
-        ended = [stage for stage in pending.values() if tasks[stage.key] in ready_tasks]
+        ended = [stage for stage in pending.values() if tasks[stage.key] in ended_tasks]
         for stage in ended:
             del pending[stage.key]
-            if outcome.blocks(stage):  # the task has ended without running the stage
+            if outcome.blocks(stage):  # its task has ended without running it
                 display.ended(stage, "blocked", 0.0)
                 continue
             ending = _read_ending(root, tasks[stage.key])
             monitor.start(stage)  # a short stage may have ended before its attempt was seen
             outcome.add(stage, ending)
+            # A stage that failed has no duration on file.
             seconds = stage_seconds(root, stage) or time.monotonic() - monitor.began[stage.key]
             display.ended(stage, ending.outcome, seconds)
     return outcome
 
 
 def _read_ending(root: Path, task: Any) -> Ending:
-    """Return the Ending of a task that is over; an error from Ray itself becomes a failure."""
+    """Return how the stage of a task ended.
+
+    If the task raised an exception or its worker was lost too often, the stage failed.
+    """
     try:
         ending: Ending = ray.get(task)
     except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None) or error
+        cause = getattr(error, "cause", None) or error  # the exception that the task raised, if it is known
         ending = Ending("failed", f"{type(cause).__name__}: {cause}".splitlines()[0], log=root)
     return ending
 
@@ -215,13 +238,13 @@ def list_ray_options(
         DataError: No node has the resources that a block requests. Ray itself would wait for such a node forever.
     """
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
-    stage_of_block = {resource_block(recipe, stage): stage for stage in missing}
+    stage_of_block = {resource_block(recipe, stage): stage for stage in missing}  # any stage that uses the block
     options: dict[str, dict[str, float]] = {}
     for name in sorted(stage_of_block):
         block = stage_resources(recipe, stage_of_block[name], gpus=has_gpus)
         needed = {"CPU": block.cpus, "GPU": block.gpus or 0, "memory": block.bytes}
         if not any(_has_all(node, needed) for node in nodes):
-            largest = {kind: max((node.get(kind, 0) for node in nodes), default=0) for kind in needed}
+            largest = {resource: max((node.get(resource, 0) for node in nodes), default=0) for resource in needed}
             problem = f"no node has all of {_format_amounts(needed)}"
             available = f"the largest amount of each: {_format_amounts(largest)}"
             raise DataError(f"resources.{name}", None, f"{problem}; {available}")
@@ -232,7 +255,7 @@ def list_ray_options(
 
 
 def _has_all(node: Mapping[str, float], needed: Mapping[str, float]) -> bool:
-    return all(node.get(kind, 0) >= amount for kind, amount in needed.items())
+    return all(node.get(resource, 0) >= amount for resource, amount in needed.items())
 
 
 def _format_amounts(amounts: Mapping[str, float]) -> str:
@@ -246,7 +269,7 @@ _stages_by_recipe: dict[str, dict[str, Stage]] = {}  # for each recipe as JSON, 
 _verified_folders: set[Path] = set()  # see `run_stage`
 
 
-def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs: Ending) -> Ending:
+def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *endings_of_needs: Ending) -> Ending:
     """Run a stage in a worker.
 
     Args:
@@ -254,7 +277,8 @@ def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs:
         root: The experiment's folder.
         working_folder: The folder that paths in the recipe are relative to.
         key: The key of the stage.
-        needs: How the stages that it needs ended; Ray passes these in place of the references to their tasks.
+        endings_of_needs: How the stages that it needs ended; Ray passes these in place of the references to their
+            tasks.
 
     Returns:
         How the stage ended: `blocked`, without running, if one of its needs failed or was blocked.
@@ -263,14 +287,10 @@ def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs:
         DataError: This node cannot find the stage or the results of its needs.
     """
     switch_off_telemetry()  # a cluster that was started elsewhere does not inherit the environment of the command
-    if any(need.outcome in ("failed", "blocked") for need in needs):
+    if any(ending.outcome in ("failed", "blocked") for ending in endings_of_needs):
         return Ending("blocked")
     os.chdir(working_folder)
-    recipe_json = recipe.model_dump_json()
-    if recipe_json not in _stages_by_recipe:  # a worker plans each recipe once
-        all_stages = stages.list_needed([Graph(recipe).plan_report()])
-        _stages_by_recipe[recipe_json] = {stage.key: stage for stage in all_stages}
-    stage = _stages_by_recipe[recipe_json].get(key)
+    stage = _list_stages(recipe).get(key)
     if stage is None:
         raise DataError(root, None, f"no stage has the key {key} here: catto's version or a file differs on this node")
     missing = runner.wait_for_stages(Path(root), stage.needs.values(), stage.name)
@@ -280,3 +300,12 @@ def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *needs:
         return runner.run_stage(Path(root), stage, lambda *_: None, _verified_folders)
     finally:
         release_engine()  # the next stage on this machine may run in a different worker
+
+
+def _list_stages(recipe: Recipe) -> dict[str, Stage]:
+    """Return all stages of a recipe by key. A worker plans each recipe once."""
+    recipe_json = recipe.model_dump_json()
+    if recipe_json not in _stages_by_recipe:
+        all_stages = stages.list_needed([Graph(recipe).plan_report()])
+        _stages_by_recipe[recipe_json] = {stage.key: stage for stage in all_stages}
+    return _stages_by_recipe[recipe_json]

@@ -66,18 +66,18 @@ def rehearse_trainings(source: str, stages: Iterable[Stage[TrainSettings]]) -> N
     Raises:
         DataError: A rehearsal failed; the message is the library's.
     """
-    by_method = {stage.settings.name: stage for stage in stages}
+    stage_of_method = {stage.settings.name: stage for stage in stages}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with logging_to(folder / LOG):
             _write_toy_rows(folder)
-            for stage in by_method.values():
+            for method, stage in stage_of_method.items():
                 try:
                     _rehearse_stage(stage, folder)
                 except Exception as error:
-                    settings = stage.settings
-                    kind = f"{settings.method.stage} ({settings.name}): {type(error).__name__}"
-                    raise DataError(source, None, f"{kind}: {error}") from error
+                    block = stage.settings.method.stage  # the recipe's block with the settings, such as preference
+                    problem = f"{block} ({method}): {type(error).__name__}: {error}"
+                    raise DataError(source, None, problem) from error
 
 
 def _rehearse_stage(stage: Stage[TrainSettings], folder: Path) -> None:
@@ -114,12 +114,12 @@ def _drop_keywords(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def _write_toy_rows(folder: Path) -> None:
     """Write every file that a training stage may read, with a few rows each.
 
-    The folder is used in place of the folders of all stages that a training stage needs. The two responses of a pair
-    also differ in their reasoning, since some losses read only that.
+    The folder is used in place of the folders of all stages that a training stage needs.
     """
     responses = {}
     for label in "AB":
-        responses[label] = (Message(role="assistant", content=render_completion(label, label)),)
+        # The label is also the text of the reasoning: some losses read only the reasoning, which must differ in a pair.
+        responses[label] = (Message(role="assistant", content=render_completion(reasoning=label, label=label)),)
     shared: dict[str, Any] = {
         "prompt": (Message(role="user", content="A\nB"),),
         "question": "q",

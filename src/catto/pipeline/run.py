@@ -28,9 +28,10 @@ from catto.records import Refusal
 from catto.teacher.responses import forget_refusals, refusals
 
 # If fewer bytes than this are free, a failure is attributed to a full disk.
-ROOM = 2**20
+MIN_FREE_BYTES = 2**20
 # Suffix of the folders that --repair moves aside.
 DAMAGED = ".damaged"
+# Called with the finished units of a stage, all units and a note.
 Progress = Callable[[int, int, str], None]
 # An NFS client may cache the entries of a folder for 60 s (acdirmax).
 SECONDS_TO_WAIT = 75.0
@@ -101,6 +102,14 @@ class Outcome:
 def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
     """Run the goals and the stages they need. A failed stage stops only what depends on it.
 
+    Args:
+        root: The experiment's folder.
+        goals: The stages whose results are wanted.
+        display: Shows the run.
+
+    Returns:
+        How the run ended.
+
     Raises:
         DataError: Another run works in the folder, or a finished stage is damaged. A changed file size is detected
             before anything runs; changed content only before a stage reads the file.
@@ -113,25 +122,31 @@ def run_goals(root: Path, goals: Sequence[Stage], display: Display) -> Outcome:
 
 
 def _run_in_order(root: Path, needed: Sequence[Stage], display: Display) -> Outcome:
-    """Run the stages that are not done, each after the stages it needs. Return how the run ended."""
+    """Run the stages that are not done, in the given order, and return how the run ended.
+
+    Args:
+        root: The experiment's folder.
+        needed: The stages, each after the stages it needs.
+        display: Shows the run.
+    """
     outcome = Outcome()
-    verified_folders: set[Path] = set()
+    verified_folders: set[Path] = set()  # see `run_stage`
     started_count = 0
     missing_count = sum(state != "done" for _, state in list_states(root, needed))
-    leftovers = attempts.attempts_by_stage(root)
+    earlier_attempts = attempts.attempts_by_stage(root)
     for stage in needed:
         if outcome.blocks(stage):
             display.ended(stage, "blocked", 0.0)
         elif not stages.is_done(root, stage):
             started_count += 1
-            # More stages may run than were missing: if the result of a need changes, a finished stage is stale.
+            # More stages may run than were missing: if a need has a different result now, a finished stage is stale.
             display.started(stage, started_count, max(missing_count, started_count))
             began = time.monotonic()
             ending = run_stage(root, stage, partial(display.progress, stage), verified_folders)
             outcome.add(stage, ending)
             display.ended(stage, ending.outcome, time.monotonic() - began)
-        elif stage.folder in leftovers:
-            # An earlier run was killed after it had published this stage, but before it deleted older attempts at it.
+        elif stage.folder in earlier_attempts:
+            # An earlier run published this stage but was killed before it could delete the other attempts at it.
             with attempts.lock_stage(root, stage):
                 attempts.delete_abandoned(root, stage)
     return outcome
@@ -144,13 +159,13 @@ def run_stage(root: Path, stage: Stage, progress: Progress, verified_folders: se
         root: The experiment's folder.
         stage: The stage.
         progress: Called with the finished and total units of the stage, and a note.
-        verified_folders: Folders whose files match the hashes in their done.json. The folders that this stage reads
-            are added, so that each folder is verified once per run.
+        verified_folders: Folders whose files are known to match the hashes in their done.json. The folders that this
+            stage reads are verified and added, so that each folder is verified once per run.
 
     Returns:
-        `done` if this call or a different process has finished the stage; `unchanged` if the result was copied from a
-        stage with the same inputs (see `reuse_earlier_result`); `failed` if the stage could not begin, or if it raised
-        an exception, whose traceback is in the log.
+        `done` if this call or a different process has finished the stage; `unchanged` if the result was copied from an
+        earlier stage with the same inputs; `failed` if the stage could not begin, or if it raised an exception, whose
+        traceback is in the log.
 
     Raises:
         DataError: The done.json of the stage, or of one of its needs, is damaged.
@@ -209,39 +224,48 @@ def _describe_failure(error: Exception, attempt: attempts.Attempt) -> Ending:
         traceback.print_exc(file=file)
     problem = f"{type(error).__name__}: {error}"
     # Libraries describe a full disk in different ways, for example as an unexpected position in an archive.
-    if shutil.disk_usage(attempt.root).free < ROOM:
+    if shutil.disk_usage(attempt.root).free < MIN_FREE_BYTES:
         problem += " (the disk is full)"
     return Ending("failed", problem, log=log)
 
 
 def reuse_earlier_result(root: Path, stage: Stage, inputs_digest: str) -> bool:
-    """If a finished stage had the same name and inputs as this one, publish a copy of its result.
+    """Publish a copy of an earlier result that was computed from the same inputs, if there is one.
 
-    Such a stage belongs to a different recipe, or to this recipe before a setting changed. Its key differs, but the
-    files of its needs are the same. So its folder has the same name, except for the key at the end.
+    The key of a stage depends on its own settings and on those of all stages before it. `inputs_digest` depends on its
+    own name and settings, and on the files that it reads. So two stages with different keys have the same result if
+    their `inputs_digest` is the same. For example, one more learning rate in the recipe changes the key of every stage
+    that uses the chosen model. If the same model is chosen as before, the results of these stages are copied.
+
+    Args:
+        root: The experiment's folder.
+        stage: The stage, whose needs are done.
+        inputs_digest: What `digest_inputs` returns for the stage.
 
     Returns:
-        Whether there was such a result. A damaged result is skipped.
+        Whether a result was copied. Damaged results are skipped.
     """
+    # The digest includes the name, so the folder has the same name, except for the beginning of the key at its end.
     readable_name = stage.folder.rpartition("-")[0]
     any_key = "[0-9a-f]" * 8
     for finished in (root / "stages").glob(f"{readable_name}-{any_key}"):
         try:
-            done_record = stages.read_done(finished)
-            if done_record["content"] != inputs_digest:
+            if stages.read_inputs_digest(finished) != inputs_digest:
                 continue
             stages.check_stage(finished, contents=True)
+            done_record = stages.read_done(finished)
         except DataError:  # damaged, or deleted meanwhile
             continue
         details = {name: value for name, value in done_record.items() if name in ("seconds", "versions", "threads")}
-        with attempts.Attempt(root, stage, inputs_digest, source=finished) as attempt:
-            attempt.publish({**details, "taken_over": finished.name})
+        details["taken_over"] = finished.name  # the stage whose result was copied
+        with attempts.Attempt(root, stage, inputs_digest, finished_stage=finished) as attempt:  # copies the result
+            attempt.publish(details)
         return True
     return False
 
 
 def wait_for_stages(root: Path, wanted: Collection[Stage], waiting_name: str) -> list[str]:
-    """Wait until the stages are done, at most `SECONDS_TO_WAIT`.
+    """Wait until the stages are done, but not longer than `SECONDS_TO_WAIT`.
 
     A network file system may take up to a minute to show what another machine has written.
 
@@ -251,15 +275,16 @@ def wait_for_stages(root: Path, wanted: Collection[Stage], waiting_name: str) ->
         waiting_name: The name of what waits for them, for the log.
 
     Returns:
-        The names of the stages that are still not done.
+        The names of the stages that are still not done; empty if all are done.
     """
     deadline = time.monotonic() + SECONDS_TO_WAIT
     while True:
         missing = [stage.name for stage in wanted if not stages.is_done(root, stage)]
-        if not missing or time.monotonic() > deadline:
+        seconds_left = deadline - time.monotonic()
+        if not missing or seconds_left <= 0:
             return missing
-        logger.warning("%s waits up to %.0f s for %s", waiting_name, deadline - time.monotonic(), missing[0])
-        time.sleep(min(SECONDS_BETWEEN_LOOKS, SECONDS_TO_WAIT))
+        logger.warning("%s waits up to %.0f s for %s", waiting_name, seconds_left, missing[0])
+        time.sleep(min(SECONDS_BETWEEN_LOOKS, seconds_left))
 
 
 def _run_work(work: Work, verified_folders: set[Path]) -> None:
@@ -280,7 +305,10 @@ def _run_work(work: Work, verified_folders: set[Path]) -> None:
 
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Append log messages, warnings and everything that libraries print to a log file."""
+    """Append log messages, warnings and everything that libraries print to a log file.
+
+    At the end, the logging of the process is as before.
+    """
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     root_logger = logging.getLogger()
@@ -290,10 +318,11 @@ def logging_to(path: Path) -> Iterator[None]:
     logging.captureWarnings(True)
     stream = _LogStream(handler.stream)
     try:
+        # `catch_warnings` restores the filters of warnings, which libraries change.
         with warnings.catch_warnings(), contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield
     finally:
-        stream.log = None
+        stream.log = None  # a library may have kept the stream
         logging.captureWarnings(False)
         root_logger.setLevel(earlier_level)
         root_logger.removeHandler(handler)
@@ -319,7 +348,10 @@ class _LogStream(io.TextIOBase):
 
 
 def list_states(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
-    """Return every stage with its state: done, begun or to do. A stage is done only if all its needs are done."""
+    """Return the goals and the stages they need, each with its state: done, begun or to do.
+
+    A stage is done only if all its needs are done, and begun if there is an unfinished attempt at it.
+    """
     states: dict[str, str] = {}
     all_stages = list_needed(list(goals))
     begun = attempts.attempts_by_stage(root)
@@ -340,10 +372,17 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
 
     A folder that an earlier repair moved to the same name is deleted.
 
+    Args:
+        root: The experiment's folder.
+        goals: The stages to check, together with all stages that they need.
+
     Returns:
-        The damaged stages.
+        The damaged stages; a stage without a folder is not damaged.
+
+    Raises:
+        DataError: Another run works in the folder.
     """
-    moved = []
+    damaged = []
     with lock_run(root):
         for stage in list_needed(list(goals)):
             folder = stage_dir(root, stage)
@@ -354,13 +393,18 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
                 aside = folder.with_name(folder.name + DAMAGED)
                 shutil.rmtree(aside, ignore_errors=True)  # from an earlier repair
                 folder.rename(aside)
-                moved.append(stage)
-    return moved
+                damaged.append(stage)
+    return damaged
 
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:
-    """Return the stages, finished or begun, in which the teacher's server refused requests, each with the refusals."""
-    refused = []
+    """Return the stages in which the teacher's server refused requests, each with the refusals.
+
+    Args:
+        root: The experiment's folder.
+        goals: The stages to look at, finished or begun, together with all stages that they need.
+    """
+    stages_with_refusals = []
     begun = attempts.attempts_by_stage(root)
     for stage in list_needed(list(goals)):
         folders: list[Path] = []
@@ -368,13 +412,13 @@ def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list
             folders = [stage_dir(root, stage)]
         elif stage.folder in begun:
             folders = attempts.attempt_folders(root, stage)
-        # Of several attempts with refusals, report the one that got furthest. It is the last one.
+        # Of several attempts with refusals, report only the one that got furthest. The furthest attempt is the last.
         for folder in reversed(folders):
             refused_requests = refusals(folder)
             if refused_requests:
-                refused.append((stage, refused_requests))
+                stages_with_refusals.append((stage, refused_requests))
                 break
-    return refused
+    return stages_with_refusals
 
 
 def forget_refused(root: Path, goals: Sequence[Stage]) -> None:

@@ -8,9 +8,9 @@ Attempts at a stage work in folders of their own (`catto.pipeline.attempts`), an
 
 - To detect damage. Sizes are compared whenever the state of the stage is checked, hashes before another stage reads
   the files.
-- To detect stale stages. A stage depends on the files of its needs, not on when they were made (`digest_inputs`, stored
-  as `content`). If a need is run again with the same result, nothing changes; with a different result, the stage is
-  stale and runs again.
+- To detect stale stages. `content` in done.json is the hash of the stage's own settings and of the files of its needs
+  (`digest_inputs`). If a need is run again with the same result, nothing changes; with a different result, the stage
+  is stale and runs again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ VERSION = 3
 # Files about how a stage ran are not sealed; all others are its result.
 DONE = "done.json"
 LOG = "log.txt"
-ATTEMPT = "attempt.json"
+ATTEMPT_FILE = "attempt.json"
 ATTEMPT_LOCK = "attempt.lock"
 PROGRESS = "progress.json"
-UNSEALED = frozenset({DONE, LOG, ATTEMPT, ATTEMPT_LOCK, PROGRESS, ".lock", "seconds.json", "job.json"})
+UNSEALED = frozenset({DONE, LOG, ATTEMPT_FILE, ATTEMPT_LOCK, PROGRESS, ".lock", "seconds.json", "job.json"})
 REPAIR = "--repair runs the stage again"
 _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 
@@ -52,36 +52,38 @@ _UNFINISHED = re.compile(r"\.(part(-[^.]*)?(\.half)?|stale-[^.]*|damaged)$")
 class StageSettings:
     """The settings that determine a stage of one kind.
 
-    A setting is part of the stage's key unless
+    A field is part of the stage's key unless it has its default value or is declared with `compare=False`. If the value
+    of a field is a block of settings, such as a block of the recipe, each setting in it is part of the key unless
 
-    - its field has its default value, or is declared with `compare=False`;
-    - it is in a block, such as a block of the recipe, and `excluded` names it there;
-    - it is in a block, has its default value, and `optional` names it there. Such a setting was added after keys had
-      been stored, and the default must not change these.
+    - `excluded` names it;
+    - `optional` names it and it has its default value. Such a setting was added after keys had been stored, which its
+      default must not change.
 
-    So a new setting in a block changes keys until it is excluded.
+    So a new setting in a block changes keys until `excluded` or `optional` names it.
 
     Attributes:
-        excluded: For a field with a block, the names in the block that are never part of the key.
-        optional: For a field with a block, the names in the block that are not part of the key at their default.
+        excluded: By the name of a field, the settings in its block that are never part of the key.
+        optional: By the name of a field, the settings in its block that are part of the key only if they differ from
+            their default.
     """
 
     excluded: ClassVar[Mapping[str, frozenset[str]]] = {}
     optional: ClassVar[Mapping[str, frozenset[str]]] = {}
 
     def key_fields(self) -> dict[str, Any]:
-        """Return the settings that are hashed into the key, as JSON values."""
+        """Return the settings that are hashed into the key, by name. All values can be written as JSON."""
         values: dict[str, Any] = {}
         for name, value in vars(self).items():
-            declared = self.__dataclass_fields__[name]
-            if value == declared.default or not declared.compare:
+            declaration = self.__dataclass_fields__[name]
+            is_in_key = value != declaration.default and declaration.compare
+            if not is_in_key:
                 continue
             excluded = set(self.excluded.get(name, ()))
             excluded |= self._names_at_default(name, value)
             if isinstance(value, BaseModel):
                 values[name] = value.model_dump(mode="json", exclude=excluded, serialize_as_any=True)
             elif isinstance(value, Method):
-                values[name] = {part: entry for part, entry in vars(value).items() if part not in excluded}
+                values[name] = {column: entry for column, entry in vars(value).items() if column not in excluded}
             elif isinstance(value, StageSettings):
                 values[name] = value.key_fields()
             else:
@@ -89,18 +91,21 @@ class StageSettings:
         return values
 
     def _names_at_default(self, field: str, block: Any) -> set[str]:
-        """Return the `optional` names that have their default value in the block of a field; none if it is None."""
+        """Return the `optional` settings that have their default value in the block of a field.
+
+        If there is no block (None), there are none.
+        """
         if block is None:
             return set()
-        unset: set[str] = set()
+        at_default: set[str] = set()
         for name in self.optional.get(field, frozenset()):
             if isinstance(block, BaseModel):
                 default = type(block).model_fields[name].default
             else:
                 default = block.__dataclass_fields__[name].default
             if getattr(block, name) == default:
-                unset.add(name)
-        return unset
+                at_default.add(name)
+        return at_default
 
 
 # ---- stages and their folders ---------------------------------------------------------------------------------------
@@ -130,8 +135,8 @@ class Stage(Generic[S]):
     @cached_property
     def key(self) -> str:
         """Hash of what determines this stage."""
-        inputs = {role: need.key for role, need in self.needs.items()}
-        return content_hash([VERSION, self.kind, self.settings.key_fields(), inputs])
+        keys_of_needs = {role: need.key for role, need in self.needs.items()}
+        return content_hash([VERSION, self.kind, self.settings.key_fields(), keys_of_needs])
 
     @property
     def folder(self) -> str:
@@ -158,7 +163,9 @@ def folder_name(name: str, key: str) -> str:
 
 
 def list_needed(goals: list[Stage]) -> list[Stage]:
-    """Return the goals and all stages they need, directly or not. Each key occurs once, after the stages it needs.
+    """Return the goals and all stages they need, directly or through other stages.
+
+    Each stage occurs once, after the stages that it needs. Stages with the same key are the same stage.
 
     >>> questions = Stage("questions", "questions snli", StageSettings())
     >>> [stage.kind for stage in list_needed([Stage("rows", "rows snli", StageSettings(), {"questions": questions})])]
@@ -248,7 +255,12 @@ class Work(Generic[S]):
 def digest_inputs(root: Path, stage: Stage) -> str:
     """Hash the name and settings of a stage, and the files of its needs.
 
-    For a choice, the files of the selected model are hashed. Manifests are left out: they describe how files were made.
+    Unlike the key, this hash does not depend on the settings of the needs, only on their files. If a need is the choice
+    of a learning rate, the files of the model that it selected are hashed. Manifests are left out: they describe how
+    files were made.
+
+    Returns:
+        The hash, which done.json stores as `content`.
 
     Raises:
         DataError: A need is not finished, or its done.json is damaged.
@@ -262,13 +274,16 @@ def digest_inputs(root: Path, stage: Stage) -> str:
 
 
 def make_done(stage: Stage, folder: Path, inputs_digest: str, details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the done.json of a stage whose files are in a folder.
+    """Describe a stage that has just run.
 
     Args:
         stage: The stage.
-        folder: The folder, whose files are read and hashed.
+        folder: The folder with the result of the stage. All its files are read and hashed, except those in `UNSEALED`.
         inputs_digest: What `digest_inputs` returned for the stage.
         details: How the stage ran, such as its seconds.
+
+    Returns:
+        The content of done.json. `checksum` is the hash of all other fields.
     """
     needs = {role: need.key for role, need in stage.needs.items()}
     files = {name: list(seal) for name, seal in seal_folder(folder, UNSEALED).items()}
@@ -292,6 +307,11 @@ def read_done(folder: Path) -> dict[str, Any]:
     return _parse_done(path, status.st_mtime_ns, status.st_ino)
 
 
+def read_inputs_digest(folder: Path) -> str:
+    """Return what `digest_inputs` returned when a finished stage was run. Errors as in `read_done`."""
+    return str(read_done(folder)["content"])
+
+
 @cache
 def _parse_done(path: Path, modified_ns: int, inode: int) -> dict[str, Any]:
     """Parse and verify a done.json. The result is cached, since every stage that needs this one reads it.
@@ -312,18 +332,22 @@ def _parse_done(path: Path, modified_ns: int, inode: int) -> dict[str, Any]:
 def check_stage(folder: Path, *, contents: bool = False) -> None:
     """Raise DataError if a finished stage is damaged.
 
-    A stage is damaged if a file is missing or has a different size, or if the folder is that of a different stage.
+    A stage is damaged if done.json or a file listed in it is missing or was changed, or if the name of the folder is
+    that of a different stage. Of the listed files, only the sizes are compared unless `contents` is true.
 
     Args:
         folder: The folder of the stage, or of an attempt that has a done.json.
         contents: Whether to compare hashes too, and to refuse files that the stage did not write. A library may read
             such files: it would load an adapter in the folder of a model together with the model.
+
+    Raises:
+        DataError: The stage is damaged; the message says how.
     """
     done_record = read_done(folder)
-    own_name = folder_name(done_record["name"], done_record["key"])
+    expected_name = folder_name(done_record["name"], done_record["key"])
     published_name = _UNFINISHED.sub("", folder.name)  # an attempt that was not renamed can be checked too
-    if published_name != own_name:
-        raise DataError(folder, None, f"damaged: this is the folder of the stage {own_name}; {REPAIR}")
+    if published_name != expected_name:
+        raise DataError(folder, None, f"damaged: this is the folder of the stage {expected_name}; {REPAIR}")
     seals = {name: Seal(*seal) for name, seal in done_record["files"].items()}
     problem = find_damage(folder, seals, contents=contents)
     if problem is not None:
@@ -346,7 +370,7 @@ def _find_unknown_file(folder: Path, seals: Mapping[str, Seal]) -> str | None:
 
 
 def is_done(root: Path, stage: Stage) -> bool:
-    """Return whether the stage has a result for the present files of its needs. Raise DataError if it is damaged."""
+    """Return whether the stage has a result for the current files of its needs. Raise DataError if it is damaged."""
     folder = stage_dir(root, stage)
     if not folder.exists():
         return False
@@ -354,7 +378,7 @@ def is_done(root: Path, stage: Stage) -> bool:
         if not all(path.exists() for path in list_folders_read(root, need)):
             return False
     check_stage(folder)
-    return bool(read_done(folder)["content"] == digest_inputs(root, stage))
+    return read_inputs_digest(folder) == digest_inputs(root, stage)
 
 
 def list_finished(root: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from catto.training.checkpoints import newest_complete
 from catto.training.models import scratch_model, word_tokenizer
 
 logger = logging.getLogger(__name__)
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # called with the finished steps, all steps and a note
 
 
 def start_training(job: TrainingJob, progress: Progress) -> None:
@@ -37,8 +37,13 @@ def start_training(job: TrainingJob, progress: Progress) -> None:
 
     New processes read the job from job.json, which is written to the job's folder.
 
+    Args:
+        job: The training.
+        progress: Called with the finished steps, all steps and a note.
+
     Raises:
         RuntimeError: A process failed.
+        ValueError: This machine has too few GPUs for the `launch` block.
     """
     if job.settings.launch.processes == 1:
         train_method(job, progress)
@@ -56,23 +61,23 @@ def train_method(job: TrainingJob, progress: Progress) -> None:
 
     If an earlier process was killed during training, this one resumes from the newest complete checkpoint. The fields
     of training.json are those of `report.numbers.Training`.
+
+    Args:
+        job: The training.
+        progress: Called with the finished steps, all steps and a note.
     """
-    is_on_pairs = job.settings.method.stage == "preference"
-    # If the training is on pairs, TRL adds the adapter of `model.peft` later, in the trainer.
-    model, tokenizer = _load_start(job, adapted=not is_on_pairs)
-    prepare = prepare_preference if is_on_pairs else prepare_supervised
-    prepared = prepare(job, model, tokenizer)
+    trains_on_pairs = job.settings.method.stage == "preference"
+    # In training on pairs, the trainer itself adds the adapter that the recipe's `model.peft` describes.
+    model, tokenizer = _load_start(job, with_adapter=not trains_on_pairs)
+    if trains_on_pairs:
+        prepared = prepare_preference(job, model, tokenizer)
+    else:
+        prepared = prepare_supervised(job, model, tokenizer)
     trainer = prepared.trainer
     _warn_of_repeated_rows(job, prepared)
     _refuse_adapter_on_tied_embedding(trainer.model)
     clock = _Clock(job, progress)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(clock)
-    has_tracker = bool(trainer.args.report_to)
-    if has_tracker and trainer.validation:
-        from catto.integrations.trainer_callback import ValidationReliability
-
-        trainer.add_callback(ValidationReliability(trainer))
+    _set_callbacks(trainer, clock)
     checkpoint = newest_complete(job.out / "checkpoints")
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     gathered_weights = gather_weights(trainer)  # all ranks must call it
@@ -80,11 +85,23 @@ def train_method(job: TrainingJob, progress: Progress) -> None:
         return
     trained = trainer.model
     if gathered_weights is not None:  # the model is split over the processes
-        # Load a whole copy of the start model. Its adapter is always added here, since it is among the trained weights.
-        trained, _ = _load_start(job)
+        # Load a whole copy of the start model and fill in the trained weights. They may be those of an adapter, so the
+        # copy needs the adapter in training on pairs too.
+        trained, _ = _load_start(job, with_adapter=True)
         load_trained(trained, gathered_weights)
     save_model(trained, tokenizer, job.out / "model")
     write_json(job.out / "training.json", _describe_training(prepared, clock.seconds()))
+
+
+def _set_callbacks(trainer: Any, clock: _Clock) -> None:
+    """Let the clock log the training in place of Transformers' printer; send reliability diagrams to a tracker."""
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    has_tracker = bool(trainer.args.report_to)
+    if has_tracker and trainer.validation:
+        from catto.integrations.trainer_callback import ValidationReliability
+
+        trainer.add_callback(ValidationReliability(trainer))
 
 
 def _warn_of_repeated_rows(job: TrainingJob, prepared: PreparedTraining) -> None:
@@ -107,7 +124,12 @@ def _refuse_adapter_on_tied_embedding(model: Any) -> None:
 
 
 def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, Any]:
-    """Return the fields of training.json. The seconds and tokens are those of all runs of a resumed training."""
+    """Return the fields of training.json.
+
+    Args:
+        prepared: The training, whose trainer has finished.
+        seconds: How long it took. If it was resumed, this includes the earlier runs, as the number of tokens does.
+    """
     trainer = prepared.trainer
     state = trainer.state
     epochs = round(state.epoch, 4)
@@ -119,7 +141,7 @@ def _describe_training(prepared: PreparedTraining, seconds: float) -> dict[str, 
         "dropped": prepared.dropped,
         "epochs": epochs,
         "steps": state.global_step,
-        "kept_step": trainer.kept_step,
+        "kept_step": trainer.kept_step,  # the step whose weights were kept
         "kept_epochs": round(epochs * trainer.kept_step / state.global_step, 4),
         "reward_accuracy": _average_reward_accuracy(state.log_history),
         "history": _read_history(state.log_history),
@@ -154,12 +176,14 @@ def _read_history(logs: Iterable[dict[str, float]]) -> list[dict[str, float]]:
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
+def _load_start(job: TrainingJob, *, with_adapter: bool = True) -> tuple[Any, Any]:
     """Return the model that this training starts from, and its tokenizer.
+
+    The model is that of an earlier training, the recipe's own, or a new one with random weights.
 
     Args:
         job: The training.
-        adapted: Whether to add the adapter that the recipe's `model.peft` describes, if there is one.
+        with_adapter: Whether to add the adapter that the recipe's `model.peft` describes, if there is one.
     """
     settings = job.settings.model
     if "start" in job.inputs:
@@ -169,7 +193,7 @@ def _load_start(job: TrainingJob, *, adapted: bool = True) -> tuple[Any, Any]:
         model = scratch_model(tokenizer, settings.scratch, job.settings.seed)
     else:
         model, tokenizer = load_model(settings.path or "", settings)
-    if adapted and settings.peft is not None:
+    if with_adapter and settings.peft is not None:
         torch.manual_seed(job.settings.seed)  # the trainer sets the seed only after the adapter's weights are drawn
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings.peft))
     return model, tokenizer

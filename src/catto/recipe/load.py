@@ -17,7 +17,8 @@ from catto.recipe.yaml_text import parse_yaml
 MAX_RECIPE_BYTES = 2**20
 SHIPPED_FOLDER = Path(__file__).parents[1] / "recipes"
 
-# Keywords that the recipe or the run sets itself, and why. A second value would override the one that is reported.
+# Keywords of the trainers and of LoRA that the blocks `trl` and `peft` must not contain, and why. The recipe or the run
+# sets them, and a second value would override the one that is reported.
 _SET_ELSEWHERE = {
     "calibration": "the method sets it",
     "greater_is_better": "keep sets it",
@@ -81,12 +82,18 @@ def find_shipped_recipes() -> dict[str, Path]:
 def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override and validate a recipe.
 
+    If the `path` of a task is a YAML file (see `load_task`), the settings in this file are added to the task.
+
     Args:
         source: A YAML file, or the name of a shipped recipe.
         overrides: Settings as `a.b=c`, where c is YAML; the last one wins.
 
+    Returns:
+        The recipe. No file that it names has been read, except YAML files of tasks.
+
     Raises:
-        DataError: The recipe is not valid; the message names the place and, for a misspelled name, a suggestion.
+        DataError: The recipe or the YAML file of a task is not valid. The message says where, and suggests a name for
+            one that is misspelled.
 
     >>> load_recipe("quickstart", ["evaluation.bins=15"]).evaluation.bins
     15
@@ -97,17 +104,23 @@ def load_recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
         raise DataError(path, None, "expected a mapping of settings (name: value)")
     settings = _apply_overrides(value, overrides)
     recipe = _validate_recipe(settings, path, overrides)
-    tasks = {}
+    complete_tasks = {}
     for name, block in recipe.tasks.items():
         if is_task_file(block.path):
-            block = load_task(block.path, block)
-        tasks[name] = block
-    recipe = recipe.model_copy(update={"tasks": tasks})
-    _check_keywords(recipe, path, overrides)
+            complete_tasks[name] = load_task(block.path, given=block)  # settings in the recipe override the task's file
+        else:
+            complete_tasks[name] = block
+    recipe = recipe.model_copy(update={"tasks": complete_tasks})
+    _check_library_keywords(recipe, path, overrides)
     return recipe
 
 
 def _find_file(source: str) -> Path:
+    """Return the path of a recipe from its name or path; a file takes precedence over a shipped recipe.
+
+    Raises:
+        DataError: There is neither a shipped recipe nor a path with this name.
+    """
     known = find_shipped_recipes()
     path = Path(source)
     if source in known and not path.is_file():  # there may be a folder with the name of a recipe, such as paper
@@ -119,6 +132,12 @@ def _find_file(source: str) -> Path:
 
 
 def _validate_recipe(settings: dict[str, Any], path: Path, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe with these settings.
+
+    Raises:
+        DataError: A setting is unknown or has a wrong value. The message names the setting, and the override or the
+            file that it is from.
+    """
     try:
         return Recipe.model_validate(settings)
     except ValidationError as error:
@@ -132,10 +151,14 @@ def _validate_recipe(settings: dict[str, Any], path: Path, overrides: Sequence[s
     raise DataError(origin_of(str(path), overrides, subject), None, message)
 
 
-def _check_keywords(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
-    """Check the blocks that are passed to a trainer or to LoRA unchanged, and convert whole numbers to floats.
+def _check_library_keywords(recipe: Recipe, path: Path, overrides: Sequence[str]) -> None:
+    """Check the keywords that a recipe passes to a trainer or to LoRA; convert whole numbers to floats in place.
 
-    Unknown keywords are left to the libraries: a run rehearses all training runs before it starts the first one.
+    Keywords that the libraries do not know are not found here: a run rehearses all training runs before it starts the
+    first one.
+
+    Raises:
+        DataError: A keyword must not be set, since the recipe has a setting for it or the run sets it.
     """
     blocks: dict[str, dict[str, Any]] = {
         "sft.trl": recipe.sft.trl,
@@ -143,13 +166,15 @@ def _check_keywords(recipe: Recipe, path: Path, overrides: Sequence[str]) -> Non
         "preference.trl": recipe.preference.trl,
         "model.peft": recipe.model.peft or {},
     }
-    for block, keywords in blocks.items():
-        for name, value in keywords.items():
-            if name in _SET_ELSEWHERE:
-                origin = origin_of(str(path), overrides, (*block.split("."), name))
-                raise DataError(origin, None, f"{block}.{name}: cannot be set here: {_SET_ELSEWHERE[name]}")
-            if name in _FLOAT_KEYWORDS and type(value) is int:
-                keywords[name] = float(value)
+    for block_name, keywords in blocks.items():
+        for keyword, value in keywords.items():
+            if keyword in _SET_ELSEWHERE:
+                origin = origin_of(str(path), overrides, (*block_name.split("."), keyword))
+                reason = _SET_ELSEWHERE[keyword]
+                raise DataError(origin, None, f"{block_name}.{keyword}: cannot be set here: {reason}")
+            is_whole_number = type(value) is int  # not `isinstance`, which true and false pass too
+            if keyword in _FLOAT_KEYWORDS and is_whole_number:
+                keywords[keyword] = float(value)
 
 
 def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
@@ -157,7 +182,8 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
 
     Args:
         source: The file. Paths in it are relative to its folder.
-        given: The block of the recipe that names the file; the settings in this block override the file.
+        given: The block of the recipe that names the file. Its settings override those of the file. None if the file
+            is read without a recipe.
 
     Returns:
         The settings. Paths from the file begin with its folder.
@@ -179,13 +205,13 @@ def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:
     for name in ("path", "files", "answers"):
         changes[name] = _resolve_places(getattr(block, name), path.parent)
     if given is not None:
-        for name in given.model_fields_set - {"path"}:  # its `path` is that of the YAML file
+        for name in given.model_fields_set - {"path"}:  # `path` of the recipe's block is the YAML file itself
             changes[name] = getattr(given, name)
     return block.model_copy(update=changes)
 
 
 def _resolve_places(places: Any, folder: Path) -> Any:
-    """Put the folder before a path, a list of paths, or the paths of each split."""
+    """Put the folder before a path, a list of paths, or the paths of each split. None stays None."""
     if isinstance(places, dict):
         return {split: _resolve_places(place, folder) for split, place in places.items()}
     if isinstance(places, list):
@@ -200,26 +226,37 @@ def _explain_unknown(name: str, known: Sequence[str]) -> str:
 
 
 def origin_of(source: str, overrides: Sequence[str], place: Sequence[str]) -> str:
-    """Return what set the value at a place: an override, or the file.
+    """Return what set the value of a setting: the last override that did, or else the file.
 
-    An override of the place itself counts, as does one of a block around it or of a part of it. The last one wins.
+    An override sets the value if it names the setting itself, a block that contains it, or a setting inside of it.
+
+    Args:
+        source: The file of the recipe.
+        overrides: The overrides as `a.b=c`.
+        place: The names that lead to the setting, from the outermost block inwards; if empty, the file is returned.
+
+    Returns:
+        The override as it is given on the command line, or `source`.
 
     >>> origin_of("r.yaml", ["evaluation.bins=0"], ("evaluation", "bins"))
     '--set evaluation.bins=0'
+    >>> origin_of("r.yaml", ["evaluation={bins: 0}"], ("evaluation", "bins"))
+    '--set evaluation={bins: 0}'
     """
     wanted = tuple(place)
     if not wanted:
         return source
     for override in reversed(overrides):
-        set_place = tuple(override.partition("=")[0].strip().split("."))
-        length = min(len(set_place), len(wanted))
-        one_contains_the_other = wanted[:length] == set_place[:length]
+        overridden = tuple(override.partition("=")[0].strip().split("."))
+        length = min(len(overridden), len(wanted))
+        one_contains_the_other = wanted[:length] == overridden[:length]
         if one_contains_the_other:
             return f"--set {override}"
     return source
 
 
 def _apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings with the overrides, applied in their order. Raise DataError if one is not `place=value`."""
     for override in overrides:
         place, equals, text = override.partition("=")
         if not equals or not place.strip():

@@ -25,6 +25,7 @@ from catto.methods import (
     METHODS,
     SCALINGS,
     Budget,
+    Method,
     Start,
     find_method,
     is_known_method,
@@ -34,10 +35,10 @@ from catto.methods import (
 from catto.records import Split, checked_name
 from catto.redaction import find_redacted, looks_like_secret, redact
 
-MOST_BINS = 10_000  # with more, no two answers share a bin, and every resample gets slower
-MOST_RESAMPLES = 100_000
-MOST_SAMPLES = 1_024
-# With fewer questions, bootstrap intervals are too narrow and a fit follows single rows.
+MAX_BINS = 10_000  # with more, no two answers share a bin, and every resample gets slower
+MAX_RESAMPLES = 100_000
+MAX_SAMPLES = 1_024
+# With fewer questions, bootstrap intervals are too narrow, and a fit depends on single rows.
 FEW_QUESTIONS = 30
 
 
@@ -49,9 +50,10 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true if a number is expected: YAML reads `yes` as true, which would count as 1."""
+        """Refuse true and false if a number is expected: pydantic would read them as 1 and 0."""
         annotation = str(cls.model_fields[info.field_name or ""].annotation)
-        if re.search(r"\b(bool|Any|str|Literal)\b", annotation):
+        expects_number = re.search(r"\b(bool|Any|str|Literal)\b", annotation) is None
+        if not expects_number:
             return value
         items = value if isinstance(value, list | tuple) else [value]
         for item in items:
@@ -63,7 +65,10 @@ class Settings(BaseModel):
 def expand_variables(path: str) -> str:
     """Replace `${NAME}` and `${NAME:-default}` in a path by the environment variable's value.
 
-    An unset variable without a default is an error: an empty path would silently name a different place.
+    An empty variable counts as not set.
+
+    Raises:
+        ValueError: A variable is not set and has no default. In its place, an empty text would give a different path.
 
     >>> expand_variables("${CATTO_UNSET_VARIABLE:-models}/smollm2")
     'models/smollm2'
@@ -94,7 +99,7 @@ ExpandedPath = Annotated[str, AfterValidator(expand_variables)]
 
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Samples = Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 # How the teacher is reached; no response depends on these settings.
 CONNECTION_FIELDS = frozenset(
     {"base_url", "api_key_env", "concurrency", "timeout", "deadline", "retries", "max_refused"}
@@ -208,7 +213,8 @@ class TeacherSettings(Settings):
     def response_settings(self) -> dict[str, Any]:
         """Return the settings that determine a response: all except `CONNECTION_FIELDS` and `ROW_FIELDS`."""
         excluded = set(CONNECTION_FIELDS | ROW_FIELDS)
-        if self.source == "transformers":  # it is the batch size, and float noise between batch shapes can flip a token
+        if self.source == "transformers":
+            # Here it is the batch size, on which responses depend: float noise between batch shapes can change a token.
             excluded.remove("concurrency")
         return self.model_dump(mode="json", exclude=excluded)
 
@@ -326,7 +332,7 @@ class OutcomeSettings(Settings):
     rows_per_pair: int = Field(default=2, ge=1)
     score: Literal["log", "brier"] = "log"
     target: Literal["gold", "votes", "mix"] = "gold"
-    samples: int = Field(default=8, ge=2, le=MOST_SAMPLES)  # responses per question that vote
+    samples: int = Field(default=8, ge=2, le=MAX_SAMPLES)  # responses per question that vote
     source: Literal["model", "teacher"] = "model"  # teacher: use its responses, if it is the start model itself
 
 
@@ -339,8 +345,8 @@ class EvaluationSettings(Settings):
     dtype: Literal["float32", "bfloat16"] | None = Field(default=None, exclude_if=lambda dtype: dtype is None)
     max_tokens: int = Field(default=1024, ge=1)
     batch_size: int = Field(default=16, ge=1)
-    bins: int = Field(default=20, ge=1, le=MOST_BINS)
-    resamples: int = Field(default=1000, ge=10, le=MOST_RESAMPLES)
+    bins: int = Field(default=20, ge=1, le=MAX_BINS)
+    resamples: int = Field(default=1000, ge=10, le=MAX_RESAMPLES)
     unparsed: Literal["fallback", "wrong"] = "fallback"
     # Temperature scaling: rescale the confidence of the greedy answer, or sample the answer at tau.
     decode: Literal["greedy", "sample"] = "greedy"
@@ -376,6 +382,11 @@ class ClusterResources(Settings):
     train: Resources = Resources()
     predict: Resources = Resources()
     report: Resources = Resources(gpus=0)
+
+
+def _scores_pairs(method: Method) -> bool:
+    """Return whether the outcome term scores the responses of the pairs, since there is no stream of others."""
+    return method.calibration == "outcome" and method.stream == "none"
 
 
 class Recipe(Settings):
@@ -425,20 +436,22 @@ class Recipe(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_methods(cls, value: Any) -> Any:
-        """If there is no `methods`, compare all methods that the rest of the recipe allows."""
+        """If there is no `methods`, compare all methods that the rest of the recipe allows.
+
+        Methods on which `_check_method` would raise an error are left out.
+        """
         if not isinstance(value, dict) or "methods" in value:
             return value
         teacher = value.get("teacher")
         outcome = value.get("outcome")
         start: Start = "base" if value.get("start") == "base" else "sft"
-        answers_first = isinstance(teacher, dict) and teacher.get("reasoning") is False
-        uses_votes = isinstance(outcome, dict) and outcome.get("target", "gold") != "gold"
+        has_reasoning = not (isinstance(teacher, dict) and teacher.get("reasoning") is False)
+        needs_votes = isinstance(outcome, dict) and outcome.get("target", "gold") != "gold"
         names = []
         for name in methods_from(start):
             method = METHODS[name]
-            lacks_reasoning = answers_first and method.preference_tokens == "reasoning"
-            scores_pairs = method.calibration == "outcome" and method.stream == "none"
-            lacks_votes = uses_votes and scores_pairs
+            lacks_reasoning = method.preference_tokens == "reasoning" and not has_reasoning
+            lacks_votes = needs_votes and _scores_pairs(method)
             if not lacks_reasoning and not lacks_votes:
                 names.append(name)
         return {**value, "methods": names}
@@ -475,21 +488,26 @@ class Recipe(Settings):
         if method.only_from not in (None, self.start):
             alternatives = f"with start: {self.start} there are {available}"
             raise ValueError(f"methods: {name} needs start: {method.only_from}; {alternatives}")
-        trained_from = start_of(method, self.start)
-        # The base model is itself a method only if the recipe starts from it; otherwise it is what SFT trains. As a
-        # method, it is evaluated without training, so it needs no other one.
-        base_is_a_method = self.start == "base"
-        starts_from_a_method = trained_from != "base" or (base_is_a_method and name != "base")
-        if starts_from_a_method and trained_from not in self.methods:
-            raise ValueError(f"methods: {name} starts from {trained_from}, which is not among the methods")
+        self._check_trained_from(name, start_of(method, self.start))
         if method.preference_tokens == "reasoning" and not self.teacher.reasoning:
             raise ValueError(f"methods: {name} compares the reasoning of responses, but teacher.reasoning is false")
-        # Without a stream of sampled responses, the calibration term reads the responses of the pairs.
-        scores_pairs = method.calibration == "outcome" and method.stream == "none"
-        if self.outcome.target != "gold" and scores_pairs:
+        if self.outcome.target != "gold" and _scores_pairs(method):
             raise ValueError(f"outcome.target: {name} scores the pairs themselves, which have no votes")
 
+    def _check_trained_from(self, name: str, trained_from: str) -> None:
+        """Raise ValueError if a method starts from the model of a method that is not in the recipe.
+
+        The base model is a method only with `start: base`. Otherwise it is the model that SFT trains, and needs no
+        entry among the methods.
+        """
+        if name == "base":  # it is not trained
+            return
+        starts_from_a_method = trained_from != "base" or self.start == "base"
+        if starts_from_a_method and trained_from not in self.methods:
+            raise ValueError(f"methods: {name} starts from {trained_from}, which is not among the methods")
+
     def _check_duplicates(self) -> None:
+        """Raise ValueError if a list of methods, budgets, seeds or learning rates has a value twice."""
         lists: dict[str, Sequence[object] | None] = {
             "methods": self.methods,
             "budgets": self.budgets,
@@ -502,13 +520,14 @@ class Recipe(Settings):
                 raise ValueError(f"{name}: one value occurs twice in {', '.join(map(str, values))}")
 
     def _check_held_out_stream(self) -> None:
+        """Raise ValueError if no stream of held-out questions can be made for `outcome.held_out`."""
         if self.outcome.questions is None:
             raise ValueError("outcome.held_out: outcome.questions must say how many questions are held out")
         trained_tasks = list(self.tasks) if self.train_on is None else [self.train_on]
         for name in trained_tasks:
             if self.tasks[name].train is None:
                 raise ValueError(f"outcome.held_out: set tasks.{name}.train, beyond which questions are held out")
-        if not self.teacher.reasoning:
+        if not self.teacher.reasoning:  # then right responses are labels alone, and need no teacher
             return
         for name in self.methods:
             if find_method(name).stream == "right":
@@ -517,13 +536,17 @@ class Recipe(Settings):
     def _check_start(self) -> None:
         """Raise ValueError if the start model, the teacher and the stream of outcome rows do not fit together."""
         teacher = self.teacher
-        outcome = self.outcome
         if self.start == "base" and self.model.path is None:
             raise ValueError("start: base needs model.path: a model from scratch knows nothing before SFT")
         if teacher.source == "transformers" and teacher.model is None and self.start != "base":
             raise ValueError("teacher.model: needed for source transformers (with start: base it is the recipe's own)")
-        if outcome.source != "teacher":
-            return
+        if self.outcome.source == "teacher":
+            self._check_stream_of_teacher()
+
+    def _check_stream_of_teacher(self) -> None:
+        """Raise ValueError if the teacher's responses cannot be the stream, for `outcome.source: teacher`."""
+        teacher = self.teacher
+        outcome = self.outcome
         if self.start != "base":
             raise ValueError("outcome.source: teacher needs start: base, where the teacher can be the start model")
         if teacher.source not in ("server", "transformers", "responses"):

@@ -12,7 +12,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from catto.errors import DataError, shorten_text
 
-# A text of a recipe's size cannot contain this many values, unless it multiplies them by aliases of aliases.
+# A text of a recipe's size has fewer values, unless aliases of aliases multiply them.
 MAX_VALUES = 2**20
 
 
@@ -21,10 +21,11 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
         text: The text, YAML 1.2: `1e-5` is a number, and `yes` is a text.
-        source: What error messages name, such as the file.
+        source: Where the text is from, for error messages, such as a file.
 
     Returns:
-        Its value: blocks with texts as keys, lists, texts, finite numbers, booleans and None.
+        The value of the text: a dict with texts as keys, a list, a text, a finite number, a boolean or None. Everything
+        in a dict or list is such a value too. An empty text is None.
 
     Raises:
         DataError: The text is not such YAML; the message is one line with the place in the text.
@@ -45,6 +46,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _describe_problem(error: MarkedYAMLError) -> str:
+    """Return the message of a YAML error with the line and column, if the library gives them."""
     problem = str(error.problem or error.context)
     if isinstance(error, DuplicateKeyError):
         # The library's message repeats both values, and one may be a secret.
@@ -61,11 +63,15 @@ def _check_plain(value: object, place: tuple[str, ...], count: int) -> int:
 
     Args:
         value: The value to check, including everything in it.
-        place: The keys that lead to the value.
-        count: Number of values checked before this one.
+        place: The keys that lead to the value; empty for the value of the whole text.
+        count: Number of values that were checked before this one.
 
     Returns:
-        The number of values checked so far.
+        The number of values that have been checked, including this one and everything in it.
+
+    Raises:
+        ValueError: A key is not a text, a number is not finite, a value is of another type, such as a date, or there
+            are more than `MAX_VALUES` values.
     """
     count += 1
     if count > MAX_VALUES:
@@ -78,7 +84,7 @@ def _check_plain(value: object, place: tuple[str, ...], count: int) -> int:
     elif isinstance(value, list):
         for number, item in enumerate(value):
             count = _check_plain(item, (*place, str(number)), count)
-    elif isinstance(value, int | float):
+    elif isinstance(value, int | float):  # also true and false
         if not isfinite(value):
             raise ValueError(f"{_name_place(place)}expected a finite number, got {value}")
     elif value is not None and not isinstance(value, str):

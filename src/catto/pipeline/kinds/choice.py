@@ -30,13 +30,18 @@ class ChoiceSettings(StageSettings):
 
 
 def run_choice(work: Work[ChoiceSettings]) -> None:
-    """Choose the learning rate with the lowest validation ECE (20 bins). A single learning rate is not measured."""
+    """Choose the learning rate with the lowest validation ECE (20 bins); in a tie, the first of them.
+
+    A single learning rate is chosen without measuring it. The base model, which has no learning rate, has the role of
+    the model with the first one.
+    """
     rates = work.settings.rates
     errors = _measure_rates(work) if len(rates) > 1 else []
     best = errors.index(min(errors)) if errors else 0
     role_suffix = f"{best} seed {work.settings.seed}"
     choice = {
-        "learning_rate": rates[best] if rates else None,  # the base model has none
+        "learning_rate": rates[best] if rates else None,
+        # The roles of the selected model and of its validation predictions among the needs of this stage.
         "model": f"model {role_suffix}",
         "validation": f"validation {role_suffix}" if errors else None,
         # Empty if the learning rates were not measured.

@@ -57,7 +57,7 @@ class StoredEngine(Engine):
         Args:
             work: The stage that reads the generations.
             evaluation: The settings with which to open the real engine if it is needed.
-            generations: The file of generations.
+            generations: The file of generations, next to its manifest.
         """
         notes = read_manifest(generations).notes
         self.work = work
@@ -67,7 +67,7 @@ class StoredEngine(Engine):
         self.batch_size = evaluation.batch_size
         if "positions" in notes:
             self.positions = notes["positions"]
-        else:  # generations that were stored without scores need the model anyway
+        else:  # the generations were stored without scores, so the model is needed anyway
             self.positions = open_model_engine(work, evaluation).positions
 
     @cached_property

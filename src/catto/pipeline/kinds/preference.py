@@ -37,7 +37,7 @@ def run_pair_logprobs(work: Work[PairSettings]) -> None:
 
 
 def _score_pairs(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[PairLogprobs]:
-    """Load the model and score the pairs. Pairs with more than `context` tokens are missing in the result."""
+    """Load the model and return the log-probabilities of the pairs, without pairs of more than `context` tokens."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,7 +54,7 @@ def _score_pairs(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[Pa
     if dropped:
         message = "left out %d of %d pairs because they have more than %d tokens"
         logger.warning(message, dropped, len(rows), settings.context)
-    # float32 whatever the recipe's dtype: between two similar models, rounded weights would decide the order of a pair.
+    # Always float32: the difference between two similar models can be smaller than the rounding of bfloat16 weights.
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_path, dtype=torch.float32, attn_implementation=settings.attention
     )
@@ -69,15 +69,18 @@ def _score_pairs(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[Pa
 
 
 def run_preference_accuracy(work: Work) -> None:
-    """Compare the scores of a model with those of its reference on the same pairs; store the margins and a summary."""
+    """Store the reward margin of every pair, and the preference accuracy and mean margin of all pairs.
+
+    The stage needs the log-probabilities of the same pairs under the model (`policy`) and its reference (`start`).
+    """
     from catto.metrics.preference import margins_of, preference_accuracy, reward_margins
 
     policy = list(read_records(work.input("policy") / LOGPROBS, PairLogprobs))
-    start = list(read_records(work.input("start") / LOGPROBS, PairLogprobs))
-    pairs = reward_margins(policy, start)
+    reference = list(read_records(work.input("start") / LOGPROBS, PairLogprobs))
+    pairs = reward_margins(policy, reference)
     write_records(work.out / MARGINS, pairs)
     summary: dict[str, Any] = {"n": len(pairs)}
-    for part in ("whole", "reasoning"):
+    for part in ("whole", "reasoning"):  # of the responses
         margins = margins_of(pairs, part)
         accuracy = None
         mean_margin = None

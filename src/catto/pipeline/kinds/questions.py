@@ -29,9 +29,9 @@ class QuestionSettings(StageSettings):
     seeds: tuple[int, ...] | None = None
 
     def key_fields(self) -> dict[str, Any]:
-        """Return the fields of the key. Settings that only users' files have do not change the key of a benchmark."""
+        """Return the fields of the key. A benchmark has the key that it had before `answer` and `answers` existed."""
         values = super().key_fields()
-        # "label" was the default when keys were first stored; the list distinguishes an answer that was set.
+        # "label" was the default when keys were first stored. The list distinguishes a `label` that the recipe sets.
         values["block"]["answer"] = "label" if self.block.answer is None else [self.block.answer]
         if self.block.answers is None:
             del values["block"]["answers"]
@@ -75,10 +75,11 @@ def find_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task
     Args:
         name: The name of the task.
         block: Its block in the recipe.
-        seeds: For a user's file, the seeds whose held-out questions are not trained on.
+        seeds: For a user's file, the seeds whose held-out questions are not trained on; empty means only the seed
+            that is loaded.
 
     Raises:
-        ValueError: The name is unknown and the block has no file.
+        ValueError: The name is unknown and the block has no file, or its settings contradict each other.
 
     >>> find_task("snli", TaskSettings()) is TASKS["snli"]
     True
@@ -91,5 +92,5 @@ def find_task(name: str, block: TaskSettings, seeds: Sequence[int] = ()) -> Task
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Read at most `limit` questions of a file."""
+    """Read the first `limit` questions of a file; None reads all."""
     return list(read_records(path, Question))[:limit]

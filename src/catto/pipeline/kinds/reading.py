@@ -39,6 +39,28 @@ def run_reading(work: Work[PredictionSettings]) -> None:
     If the answers are labels, the confidence comes from the scores that are stored with the responses, so the model is
     loaded only if some are missing. If they are short answers, the model is asked whether each is true.
     """
+    text = work.settings.text
+    questions = read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
+    generations = work.input("generated") / GENERATIONS
+    # Responses must be read with the options with which they were sampled, the temperatures included.
+    sampling = sampling_options(text, read_json(work.input("generated") / TEMPERATURES))
+    if questions[0].has_labels:  # either all questions of a task have labels or none has
+        _read_labels(work, questions, generations, sampling)
+    else:
+        _read_short_answers(work, questions, generations, sampling)
+
+
+def _read_labels(
+    work: Work[PredictionSettings], questions: Sequence[Question], generations: Path, sampling: SamplingOptions
+) -> None:
+    """Read the labels that the responses answer with, and their confidences.
+
+    Args:
+        work: The stage.
+        questions: The questions.
+        generations: The file of generated responses.
+        sampling: The options with which they were sampled.
+    """
     from catto import predict
 
     def report(count: int, total: int, right: int) -> None:
@@ -46,13 +68,6 @@ def run_reading(work: Work[PredictionSettings]) -> None:
         work.progress(count, total, note)
 
     text = work.settings.text
-    questions = read_questions(work.input("held_out") / f"{text.split}.jsonl", text.limit)
-    generations = work.input("generated") / GENERATIONS
-    # Responses must be read with the options with which they were sampled, the temperatures included.
-    sampling = sampling_options(text, read_json(work.input("generated") / TEMPERATURES))
-    if not questions[0].has_labels:
-        _read_short_answers(work, questions, generations, sampling)
-        return
     predict.read(
         StoredEngine(work, text.generating.evaluation, generations),
         questions,

@@ -21,8 +21,8 @@ from catto.records import content_hash
 if TYPE_CHECKING:
     from catto.report.numbers import Cell, Training
 
-# Top-level settings of the recipe that are not hashed into the key of the report: the keys of the stages it needs
-# already depend on them, or no result does.
+# Top-level settings of the recipe that are not hashed into the key of the report, since the keys of the stages that it
+# needs depend on them. No result depends on `launch` and `resources`.
 IN_STAGES = frozenset(
     {
         "tasks",
@@ -93,7 +93,7 @@ class ReportSettings(StageSettings):
     excluded: ClassVar = {"recipe": IN_STAGES}
 
     def key_fields(self) -> dict[str, Any]:
-        """Add which cells there are, in their order. Their stages are needs, whose keys are hashed anyway."""
+        """Return the fields of the key, with the place of every cell; the cells' stages are among the needs."""
         return {**super().key_fields(), "cells": [cell.place for cell in self.cells]}
 
 
@@ -103,7 +103,7 @@ def run_report(work: Work[ReportSettings]) -> None:
     from catto.report.numbers import Results
 
     settings = work.settings
-    recipe = settings.recipe.model_dump(mode="json", exclude={"launch", "resources"})
+    recipe = settings.recipe.model_dump(mode="json", exclude={"launch", "resources"})  # no result depends on these two
     results = Results(
         name=settings.recipe.name,
         recipe=recipe,
@@ -127,7 +127,7 @@ def _list_question_files(root: Path, cells: Iterable[CellPlan]) -> dict[str, tup
 
 
 def _describe_cell(root: Path, plan: CellPlan) -> Cell:
-    """Return the files of a cell, and how its model was trained and its confidence rescaled."""
+    """Return the files of a cell, and how its model was trained or its confidence rescaled."""
     from catto.report.numbers import Cell
 
     is_scaled = plan.predictions.kind == "scaled"
@@ -177,7 +177,7 @@ def _find_validation(root: Path, plan: CellPlan) -> str | None:
 
 
 def _find_margins(root: Path, stage: Stage | None) -> str | None:
-    """Return the file of the margins of held-out pairs; None if there are no pairs, as with few stored responses."""
+    """Return the file of the margins of held-out pairs; None if they were not measured or if there are no pairs."""
     if stage is None or read_json(stage_dir(root, stage) / ACCURACY)["n"] == 0:
         return None
     return _relative_path(root, stage, MARGINS)

@@ -57,18 +57,18 @@ class ResponseSettings(StageSettings):
 def run_responses(work: Work[ResponseSettings]) -> None:
     """Ask the teacher, or sample from a trained model, and store the responses unparsed."""
     settings = work.settings
-    source = None
+    model_engine = None  # then `ask` opens the teacher that the settings name
     unit = "responses"
     if settings.generating is not None:
-        source = open_model_engine(work, settings.generating.evaluation)
+        model_engine = open_model_engine(work, settings.generating.evaluation)
         unit = "samples"
     ask(
         select_questions(work, settings),
-        source,
+        model_engine,
         settings.sampling,
         work.out,
         lambda n, total: work.progress(n, total, unit),
-        # A file of stored responses may answer only the training questions: then there are no held-out pairs.
+        # A teacher that is a file of responses may answer only training questions: then there are no held-out pairs.
         may_be_empty=settings.split == "validation",
     )
 
@@ -83,25 +83,29 @@ def select_questions(work: Work[Any], settings: ResponseSettings) -> list[Questi
         work: The stage of the responses, or that of their rows: both need the same questions.
         settings: Settings of the responses.
 
+    Returns:
+        The questions, the same at every call. A limited number of questions from a file is a random sample.
+
     Raises:
         ValueError: The stream needs more held-out questions than there are.
     """
     questions = read_questions(work.input("questions") / f"{settings.split}.jsonl")
-    limit = None
-    if settings.outcome is not None:
-        limit = settings.outcome.questions
-        if settings.outcome.held_out:
-            trained_on = read_questions(work.input("trained_on") / f"{settings.split}.jsonl")
-            questions = _leave_out(questions, trained_on, at_least=limit or 0)
-    # Generated questions, which have a posterior, are independent draws in random order; those of a file may be sorted.
+    if settings.outcome is None:
+        return questions
+    max_questions = settings.outcome.questions
+    if settings.outcome.held_out:
+        trained_on = read_questions(work.input("trained_on") / f"{settings.split}.jsonl")
+        questions = _leave_out(questions, trained_on, at_least=max_questions or 0)
+    # The questions of a file may be sorted, for example by topic. Generated questions, which have a posterior, need no
+    # shuffling: they are independent draws in random order.
     are_generated = any(question.posterior is not None for question in questions)
-    if limit is not None and not are_generated:
+    if max_questions is not None and not are_generated:
         questions = _shuffle_questions(questions, seed=work.stage.needs["questions"].settings.seed)
-    return questions[:limit]
+    return questions[:max_questions]
 
 
 def _leave_out(questions: list[Question], trained_on: list[Question], *, at_least: int) -> list[Question]:
-    """Return the questions that are not trained on. Raise ValueError if there are fewer than `at_least`."""
+    """Return the questions that are not in `trained_on`. Raise ValueError if there are fewer than `at_least`."""
     trained_ids = {question.id for question in trained_on}
     others = [question for question in questions if question.id not in trained_ids]
     if len(others) < at_least:
@@ -111,5 +115,5 @@ def _leave_out(questions: list[Question], trained_on: list[Question], *, at_leas
 
 
 def _shuffle_questions(questions: list[Question], *, seed: int) -> list[Question]:
-    """Return the questions in a random order: the one in which `load_questions` draws them if it has a limit."""
+    """Return the questions in the random order in which `load_questions` draws a limited number of them."""
     return sorted(questions, key=lambda question: digest(question.task, "train", seed, question.id))

@@ -22,9 +22,12 @@ class RowSettings(StageSettings):
     grading: int | None = None  # version of the grading; None if answers are labels
 
     def key_fields(self) -> dict[str, Any]:
-        """Add the settings that choose rows. Rows of the kinds `outcome` and `stream` are not chosen, but all used."""
-        uses_all_rows = self.kinds in (("outcome",), ("stream",))
-        picked = None if uses_all_rows else self.asked.sampling.row_settings()
+        """Return the fields of the key, with the settings that choose rows from responses.
+
+        Rows of the kinds `outcome` and `stream` are made from all responses, so these settings play no role for them.
+        """
+        uses_all_responses = self.kinds in (("outcome",), ("stream",))
+        picked = None if uses_all_responses else self.asked.sampling.row_settings()
         return {**super().key_fields(), "picked": picked}
 
 

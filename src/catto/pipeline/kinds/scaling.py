@@ -32,7 +32,7 @@ def run_fit(work: Work[ScalingSettings]) -> None:
     needs = work.stage.needs
     if "validation" in needs:
         validation = needs["validation"]
-    else:
+    else:  # the stage needs the predictions of all learning rates, and the choice says which one was chosen
         validation = resolve_choice(work.root, needs["model"], "validation")
     predictions = read_stage_predictions(stage_dir(work.root, validation))
     kind = work.settings.kind
@@ -45,7 +45,10 @@ def run_fit(work: Work[ScalingSettings]) -> None:
 
 
 def run_rescaling(work: Work[ScalingSettings]) -> None:
-    """Rescale the confidences of predictions: of greedy answers, or of the samples that they rank."""
+    """Rescale the confidences of predictions, and store them with the temperature or the vector.
+
+    The predictions are greedy answers, answers sampled at the temperature, or the candidates of Confidence@k.
+    """
     from catto.metrics.calibrators import VectorScaling
     from catto.metrics.temperature import rescale_predictions
     from catto.metrics.vector import scale_by_vector
@@ -53,7 +56,7 @@ def run_rescaling(work: Work[ScalingSettings]) -> None:
     predictions = read_stage_predictions(work.input("predicted"))
     kind = work.settings.kind
     summary = {
-        "temperature": predictions[0].temperature,
+        "temperature": predictions[0].temperature,  # at which the answers were sampled; the same for all
         "fallback_rate": fmean(prediction.is_forced for prediction in predictions),
     }
     if kind == "vector":

@@ -89,7 +89,7 @@ class TrainingJob:
 
 def run_train(work: Work[TrainSettings]) -> None:
     """Train one method, resuming from its newest complete checkpoint; then delete the checkpoints."""
-    # training.json is written last. If it exists, the training has finished and was killed while deleting checkpoints.
+    # training.json is written last. If it exists, the stage was killed after the training, while deleting checkpoints.
     if not (work.out / "training.json").exists():
         from catto.pipeline.training_job import start_training  # it imports torch, which takes seconds
 
