@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import typer
 
@@ -117,24 +117,38 @@ _PLACEHOLDER_BY_TYPE: dict[object, str] = {int: "N", float: "X", Path: "PATH", b
 
 
 def _complete_help(command: Any) -> list[str]:
-    """Name the values of options, append the examples to the help page, and return the examples.
+    """Complete the help pages of a command, or of a group and all its commands.
 
-    A group without examples of its own shows those of its commands.
+    Each option gets a placeholder for its value. The lines after `Examples:` move to the end of the page; a group
+    without such lines shows the examples of its commands.
+
+    Args:
+        command: The command or group of typer, which is changed in place.
+
+    Returns:
+        The examples on the help page.
     """
-    examples_below = []
-    for subcommand in getattr(command, "commands", {}).values():
-        examples_below += _complete_help(subcommand)
-    for parameter in command.get_params(typer.Context(command)):
-        if parameter.metavar is None and parameter.param_type_name == "option":
-            parameter.metavar = _choose_placeholder(parameter)
+    subcommands = getattr(command, "commands", {})  # only a group has them
+    examples_of_subcommands = []
+    for subcommand in subcommands.values():
+        examples_of_subcommands += _complete_help(subcommand)
+    _add_placeholders(command)
     description, _, own_examples = command.help.partition("Examples:\n")
     command.help = _unwrap_paragraphs(description)
-    examples = own_examples.splitlines() or examples_below
+    examples = own_examples.splitlines() or examples_of_subcommands
     lines = ["[bold]Examples[/bold]"]
     for example in examples:
         lines.append(f"  {example}")
-    command.epilog = "\n\n".join(lines)
+    command.epilog = "\n\n".join(lines)  # typer would join lines that are separated by a single line break
     return examples
+
+
+def _add_placeholders(command: Any) -> None:
+    """Give every option without a placeholder of its own a placeholder for its value."""
+    for parameter in command.get_params(typer.Context(command)):
+        is_option = parameter.param_type_name == "option"
+        if is_option and parameter.metavar is None:
+            parameter.metavar = _choose_placeholder(parameter)
 
 
 def _choose_placeholder(option: Any) -> str | None:
@@ -169,24 +183,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     switch_off_telemetry()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # escape characters that the terminal cannot encode
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, TextIOWrapper):  # a test may replace the streams by objects without `reconfigure`
+            stream.reconfigure(errors="backslashreplace")  # escape characters that the terminal cannot encode
     given = None if arguments is None else list(arguments)
     try:
         run_command = _build_command()
         exit_code = run_command(args=given, prog_name="catto", standalone_mode=False)
         sys.exit(exit_code or 0)
     except UsageError as error:
-        message = str(error.format_message()).strip().rstrip(".").replace("Value error, ", "")
-        if not message:  # a group without a subcommand: its help page is already printed
-            sys.exit(2)
-        command_path = error.ctx.command_path if error.ctx else "catto"
-        refuse(f"{message}; see {command_path} --help")
+        _refuse_usage(error)
     except DataError as error:
         refuse(str(error))
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None:  # raised by a library and not by the operating system, so not a problem of the input
             raise
         if error.filename is None:
             refuse(str(error.strerror))
         refuse(f"{error.filename}: {error.strerror}")
+
+
+def _refuse_usage(error: Any) -> NoReturn:
+    """Refuse wrong options, arguments or commands, in one line that names the help page."""
+    message = str(error.format_message()).strip().rstrip(".")
+    message = message.replace("Value error, ", "")  # pydantic's prefix of messages from our validators
+    if not message:  # a group without a subcommand: its help page is already printed
+        sys.exit(2)
+    command_path = error.ctx.command_path if error.ctx else "catto"
+    refuse(f"{message}; see {command_path} --help")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from catto.cli import console
-from catto.cli.console import format_interval, format_number, refuse, say, warn, writable_file
+from catto.cli.console import format_interval, format_number, refuse, require_writable_file, say, warn
 from catto.cli.display import show_progress
 from catto.cli.measure import describe_threshold
 from catto.cli.options import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 CalibratorInput = Literal["confidence", "labels"]
 CalibratorName = Literal["temperature", "platt", "isotonic", "histogram", "vector"]
 METRICS_SHOWN = ("ece", "nll", "brier")
-# What happens if a calibrator is fitted on too few answers.
+# The warning about too few answers ends with this consequence.
 OVERFITTING = "a calibrator overfits individual answers"
 
 app = typer.Typer(no_args_is_help=True, help="Fit a calibrator, apply it, and find a threshold for abstaining.")
@@ -85,33 +85,78 @@ def fit(
     catto calibrate fit validation.jsonl --method vector --out vector.json
     catto calibrate fit validation.jsonl --model my-model --target-risk 0.05
     """
-    from catto.calibrate import fit_file
-    from catto.model_calibration import RiskTarget, fit_model, store_calibration
-
-    source = _choose_input(method, on)
-    names = columns.column_names()
+    reads = _choose_input(method, on)
+    options = FitOptions(file=file, columns=columns, method=method, reads=reads, seed=seed)
     if model is not None:
         if out is not None:
             refuse("--out and --model: give only one of the two")
         if not model.is_dir():
             refuse(f"--model: {model} is not a folder")
-        target = None
-        if target_risk is not None:
-            target = RiskTarget(target_risk, failure_probability(confidence_level))
-        model_fit = fit_model(file, kind=method, on=source, names=names, unparsed=columns.unparsed, target=target)
-        _show_model_fit(model_fit, file, seed)
-        written = store_calibration(model, model_fit.calibration, fitted_on=file.name)
-        say(f"Wrote {', '.join(written)} to {model}.")
+        _fit_to_model(options, model, target_risk, failure_probability(confidence_level))
         return
     if out is None:
         refuse("--out or --model: give one of the two, to say where to write the calibrator")
     if target_risk is not None:
         refuse("--target-risk: needs --model; with --out, use catto calibrate threshold")
-    writable_file("--out", out, ".json", source=file)
-    fitted, answers = fit_file(file, method, source, names, columns.unparsed, out)
-    console.warn_few(len(answers), file, OVERFITTING)
-    _warn_of_range_end(file, fitted.calibrator)
-    _print_before_and_after(answers, fitted.calibrate_answers(answers, names), seed)
+    require_writable_file("--out", out, ".json", source=file)
+    _fit_to_file(options, out)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Which calibrator is fitted to which answers.
+
+    Attributes:
+        file: The answers.
+        columns: How the file is read.
+        method: Type of the calibrator.
+        reads: Whether the calibrator reads the confidence or the label log-probabilities.
+        seed: Random seed of the bootstrap, for the numbers that are printed.
+    """
+
+    file: Path
+    columns: ColumnOptions
+    method: CalibratorName
+    reads: CalibratorInput
+    seed: int
+
+
+def _fit_to_model(options: FitOptions, model: Path, target_risk: float | None, delta: float) -> None:
+    """Fit a calibrator and store it in the folder of a model, together with a threshold if a target risk is given.
+
+    Args:
+        options: Which calibrator is fitted to which answers.
+        model: The folder of the model.
+        target_risk: Highest acceptable error rate above the threshold; None finds no threshold.
+        delta: Probability with which the error rate may exceed the target risk.
+    """
+    from catto.model_calibration import RiskTarget, fit_model, store_calibration
+
+    target = None
+    if target_risk is not None:
+        target = RiskTarget(target_risk, delta)
+    model_fit = fit_model(
+        options.file,
+        kind=options.method,
+        on=options.reads,
+        names=options.columns.column_names(),
+        unparsed=options.columns.unparsed,
+        target=target,
+    )
+    _show_model_fit(model_fit, options.file, options.seed)
+    written = store_calibration(model, model_fit.calibration, fitted_on=options.file.name)
+    say(f"Wrote {', '.join(written)} to {model}.")
+
+
+def _fit_to_file(options: FitOptions, out: Path) -> None:
+    """Fit a calibrator and write it to a file."""
+    from catto.calibrate import fit_file
+
+    names = options.columns.column_names()
+    fitted, answers = fit_file(options.file, options.method, options.reads, names, options.columns.unparsed, out)
+    console.warn_few(len(answers), options.file, OVERFITTING)
+    _warn_of_range_end(options.file, fitted.calibrator)
+    _print_before_and_after(answers, fitted.calibrate_answers(answers, names), options.seed)
     _print_parameters(fitted.calibrator)
     say(f"Wrote {out}. It was fitted on these answers, so measure it on different ones.")
     say(f"Next: catto calibrate apply {quote(str(out))} test.jsonl --out calibrated.jsonl")
@@ -140,16 +185,16 @@ def apply(
     from catto.answer_columns import GradedAnswers
     from catto.calibrate import apply_file, open_fitted
 
-    writable_file("--out", out, ".jsonl", source=file)
+    require_writable_file("--out", out, ".jsonl", source=file)
     fitted = open_fitted(calibrator, on)
     answers, calibrated = apply_file(fitted, file, columns.column_names(), out)
     warn_of_fit_questions(fitted, answers, file)
-    if isinstance(answers, GradedAnswers):
+    if isinstance(answers, GradedAnswers):  # without gold labels, there is nothing to measure
         if columns.unparsed == "wrong":
             answers = answers.count_unparsed_as_wrong()
         _print_before_and_after(answers, calibrated, seed)
     say(f"Wrote {out}.")
-    if columns.has_default_columns:
+    if columns.has_default_columns:  # otherwise the proposed command would need the same options as this one
         say(f"Next: catto measure {quote(str(out))}")
 
 
@@ -171,16 +216,18 @@ def threshold(
     """
     from catto.calibrate import fit_threshold
 
-    writable_file("--out", out, ".json", source=file)
-    limit = fit_threshold(file, target_risk, failure_probability(confidence_level), out)
-    fit_questions_are_unknown = read_manifest(file).notes.get("fitted_on") is None
-    if limit.calibrator is not None and fit_questions_are_unknown:
+    require_writable_file("--out", out, ".json", source=file)
+    risk_threshold = fit_threshold(file, target_risk, failure_probability(confidence_level), out)
+    is_calibrated = risk_threshold.calibrator is not None
+    # The number of questions that the calibrator was fitted on too; None if this is not known.
+    shared_questions = read_manifest(file).notes.get("fitted_on")
+    if is_calibrated and shared_questions is None:
         warn(
             f"{file}: the questions that its calibrator was fitted on are unknown; "
             "the guarantee holds only if none of them is in this file"
         )
-    say(describe_threshold(limit, limit.rows))
-    protocol = limit.protocol
+    say(describe_threshold(risk_threshold, risk_threshold.rows))
+    protocol = risk_threshold.protocol
     say(f"It applies to the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
 
 
@@ -193,12 +240,12 @@ def warn_of_fit_questions(fitted: Fitted, answers: Confidences, file: Path) -> N
         file: Where the answers come from.
     """
     shared = fitted.count_fit_questions(answers.question or ())
-    if shared:
+    if shared:  # None if the fit questions are not known
         warn(f"{file} contains {shared} of the questions the calibrator was fitted on: these numbers are optimistic")
 
 
 def _show_model_fit(model_fit: ModelFit, file: Path, seed: int) -> None:
-    """Describe the calibration that will be stored in a model's folder."""
+    """Print warnings, metrics, parameters and the threshold of the calibration that will be stored with a model."""
     fitted = model_fit.calibration.fitted
     threshold = model_fit.calibration.threshold
     console.warn_few(fitted.rows or 0, file, OVERFITTING)
@@ -258,10 +305,11 @@ def _print_before_and_after(answers: GradedAnswers, calibrated: Floats, seed: in
     from catto.measure import MeasureSettings, explain_missing_interval, summarise_answers
 
     settings = MeasureSettings(metrics=METRICS_SHOWN, seed=seed)
-    with show_progress("measuring", 2 * settings.steps(len(answers))) as tick:
+    steps = 2 * settings.steps(len(answers))  # before and after
+    with show_progress("measuring", steps) as tick:
         before = summarise_answers(answers, settings, tick)
         after = summarise_answers(replace(answers, confidence=calibrated), settings, tick)
-    if before.warning is not None:
+    if before.warning is not None:  # about unparsed answers, so it is the same before and after
         say(before.warning)
     _print_summaries(str(answers.source), [before, after], settings)
     say(f"N = {len(answers):,} answers, {settings.bins} bins.")

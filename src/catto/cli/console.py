@@ -62,19 +62,19 @@ def refuse_errors(*kinds: type[Exception], place: str = "") -> Iterator[None]:
         refuse(f"{place}{error}")
 
 
-def warn_few(count: int, source: Path | str, what: str, unit: str = "answer") -> None:
+def warn_few(count: int, source: Path | str, consequence: str, unit: str = "answer") -> None:
     """Warn if there are too few answers or questions for reliable numbers.
 
     Args:
         count: Number of answers or questions.
         source: Where they come from.
-        what: Consequence of too few, such as `intervals are too narrow`.
+        consequence: What too few of them lead to, such as `intervals are too narrow`.
         unit: Singular noun for what is counted.
     """
     if count >= FEW_QUESTIONS:
         return
     noun = unit if count == 1 else f"{unit}s"
-    warn(f"{source}: only {count} {noun}; below {FEW_QUESTIONS}, {what}")
+    warn(f"{source}: only {count} {noun}; below {FEW_QUESTIONS}, {consequence}")
 
 
 def print_json(value: object) -> None:
@@ -89,9 +89,9 @@ def show_table(title: str, columns: Iterable[str], rows: Iterable[Sequence[str]]
     """Print a table.
 
     Args:
-        title: Printed above the table.
+        title: Printed above the table; empty for none.
         columns: Names of the columns. The first column contains text and may wrap; the others contain numbers.
-        rows: Cells of each row. An empty row starts a new section, which is set apart.
+        rows: Cells of each row. A row without cells is not printed: it separates two sections of the table.
     """
     table = Table(title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.title = shorten_text(title)
@@ -132,7 +132,12 @@ class HasBounds(Protocol):
 
 
 def format_number(value: float, percent: bool, signed: bool = False) -> str:
-    """Format a value: a percentage with one decimal, another number with four, an undefined value as a dash.
+    """Format a value: a percentage with one decimal, any other number with four, nan and infinity as a dash.
+
+    Args:
+        value: The value; a share in [0, 1] if it is printed as a percentage.
+        percent: Whether to print a percentage.
+        signed: Whether to print a plus sign before positive numbers.
 
     >>> format_number(0.1234, percent=True)
     '12.3'
@@ -145,12 +150,12 @@ def format_number(value: float, percent: bool, signed: bool = False) -> str:
         return "-"
     sign = "+" if signed else ""
     if percent:
-        return f"{100 * value:{sign}z.1f}"
+        return f"{100 * value:{sign}z.1f}"  # "z" prints 0.0 instead of -0.0
     return f"{value:{sign}z.4f}"
 
 
 def format_interval(bounds: HasBounds, percent: bool, signed: bool = False) -> str:
-    """Format an interval; an undefined one becomes a dash.
+    """Format an interval like `format_number`; one without finite bounds becomes a dash.
 
     >>> from catto.metrics.intervals import Interval
     >>> format_interval(Interval(value=0.03, low=0.019, high=0.044, level=0.95), percent=True)
@@ -172,13 +177,13 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         refuse(f"{option}: {name} is not one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
-def require_package(package: str, extra: str, what: str) -> None:
+def require_package(package: str, extra: str, feature: str) -> None:
     """Refuse a feature if the package it needs is missing, and name the extra that installs it."""
     if find_spec(package) is None:
-        refuse(f"{what} needs {package}: pip install 'catto[{extra}]'")
+        refuse(f"{feature} needs {package}: pip install 'catto[{extra}]'")
 
 
-def writable_folder(option: str, folder: Path, file: Path | None = None) -> None:
+def require_writable_folder(option: str, folder: Path, file: Path | None = None) -> None:
     """Refuse a folder that cannot be created or written to.
 
     Args:
@@ -202,7 +207,7 @@ def _closest_existing(folder: Path) -> Path:
     return Path()
 
 
-def writable_file(option: str, path: Path, *suffixes: str, source: Path | None = None) -> None:
+def require_writable_file(option: str, path: Path, *suffixes: str, source: Path | None = None) -> None:
     """Refuse an output file that cannot be written.
 
     Args:
@@ -215,7 +220,7 @@ def writable_file(option: str, path: Path, *suffixes: str, source: Path | None =
         refuse(f"{option}: {path} must end in {', '.join(suffixes)}")
     if path.exists():
         _check_existing_file(option, path, source)
-    writable_folder(option, path.parent, path)
+    require_writable_folder(option, path.parent, path)
 
 
 def _check_existing_file(option: str, path: Path, source: Path | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -78,7 +77,7 @@ def data(
         if questions.file and questions.fields is None:
             proposed = _propose_fields(questions)
             questions = _accept_fields(questions, proposed)
-            n = min(n, 1)
+            n = min(n, 1)  # one question is enough to check a proposal
         source = choose_source(task, questions, name="TASK")
         loaded = _load_splits(source, split, n=n, seed=seed, data_dir=data_dir)
     if as_json:
@@ -98,17 +97,17 @@ def data(
 
 
 def _propose_fields(questions: QuestionFileOptions) -> dict[str, Any]:
-    """Propose a mapping of fields for the user's file."""
-    files = split_files(questions.file)
-    answers = split_answers(questions.answers, files)
+    """Propose a mapping of fields for the user's file: name of a part of the question -> its field, or its fields."""
+    files = parse_question_files(questions.file)
+    answers = parse_answer_files(questions.answers, files)
     return propose(files, answers)
 
 
 def _accept_fields(questions: QuestionFileOptions, fields: Mapping[str, Any]) -> QuestionFileOptions:
     """Return the options with a proposed mapping of fields, and with --grade number if all answers are numbers."""
     accepted = replace(questions, fields=_format_fields(fields))
-    files = split_files(questions.file)
-    answers = split_answers(questions.answers, files)
+    files = parse_question_files(questions.file)
+    answers = parse_answer_files(questions.answers, files)
     has_options = "options" in fields
     if not has_options and questions.grade is None and suggests_numbers(files, fields, answers):
         accepted = replace(accepted, grade="number")
@@ -117,11 +116,11 @@ def _accept_fields(questions: QuestionFileOptions, fields: Mapping[str, Any]) ->
 
 def _format_fields(fields: Mapping[str, Any]) -> str:
     """Format a mapping of fields as the value of --fields."""
-    parts = []
+    entries = []
     for name, column in fields.items():
         text = column if isinstance(column, str) else "+".join(column)
-        parts.append(f"{name}={text}")
-    return ",".join(parts)
+        entries.append(f"{name}={text}")
+    return ",".join(entries)
 
 
 # ---- loading
@@ -143,7 +142,14 @@ class LoadedSplits:
 
 
 def _load_splits(source: str | Task, shown: Split, *, n: int, seed: int, data_dir: Path | None) -> LoadedSplits:
-    """Count the rows of every split, and keep the first n questions of the split to show.
+    """Count the rows of every split, and keep the first questions of the split to show.
+
+    Args:
+        source: Name of a task, or the user's own task.
+        shown: The split to show.
+        n: Number of questions to keep.
+        seed: Random seed of the splits.
+        data_dir: Folder with a local copy of the dataset; None means the Hugging Face hub.
 
     Raises:
         DataError: The split to show cannot be read. A problem with another split is only recorded.
@@ -152,22 +158,24 @@ def _load_splits(source: str | Task, shown: Split, *, n: int, seed: int, data_di
     for name in SPLITS:
         try:
             loaded = load_questions(source, name, seed=seed, data_dir=data_dir)
-            first = list(islice(loaded, n))
-            deque(loaded, maxlen=0)  # read the remaining rows: only then are the counts complete
+            first_questions = list(islice(loaded, n))
+            for _ in loaded:  # the counts are complete only after all rows have been read
+                pass
         except DataError as error:
             if name == shown:
                 raise
             splits[name] = {"problem": str(error)}
             continue
-        if name == shown:
-            questions = first
-            report = loaded.report
         splits[name] = _count_split(loaded.report)
-    return LoadedSplits(splits, questions, report)
+        if name == shown:
+            shown_questions = first_questions
+            shown_report = loaded.report
+    return LoadedSplits(splits, shown_questions, shown_report)
 
 
 def _count_split(report: LoadReport) -> dict[str, Any]:
-    dropped = dict(sorted(report.dropped.items()))
+    """Return the counts of a split under the names that --json prints."""
+    dropped = dict(sorted(report.dropped.items()))  # reason -> number of rows
     leaks = 0
     for reason, count in dropped.items():
         if reason.startswith("content_in_"):  # the same question is in another split
@@ -240,18 +248,26 @@ def _describe_split(counts: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class OwnTask:
-    """A task made from the user's own file."""
+    """A task made from the user's own file.
+
+    Attributes:
+        name: Name of the task.
+        settings: The task's settings, as in the block `tasks` of a recipe.
+    """
 
     name: str
     settings: TaskSettings
 
 
 def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) -> OwnTask | None:
-    """Return the task made from the user's own questions; None for a task that ships with catto.
+    """Return the task made from the user's own questions: from --file, or from the YAML file of a task.
 
     Args:
-        task: Name or YAML file of a task.
+        task: Name or YAML file of a task, or a name for the task of --file; None names the latter after its file.
         questions: Options that describe the user's file.
+
+    Returns:
+        The task; None if the command line names no file of the user.
     """
     from catto.recipe.load import load_task
 
@@ -263,8 +279,9 @@ def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) ->
     if questions.fields is None:
         refuse(f"--fields: needed with --file; catto data --file {shlex.quote(questions.file[0])} proposes it")
     columns = _parse_fields(questions.fields)
-    files = split_files(questions.file)
-    answers = split_answers(questions.answers, files) or None
+    files = parse_question_files(questions.file)
+    answers = parse_answer_files(questions.answers, files) or None
+    # Without validation by pydantic: the function that makes the task, or the recipe, checks the settings.
     settings = TaskSettings.model_construct(
         files=files,
         fields=columns,
@@ -292,27 +309,31 @@ def _refuse_file_options(questions: QuestionFileOptions) -> None:
 
 
 def _parse_fields(text: str) -> dict[str, Any]:
-    """Parse the value of --fields: name=column, name=column+column or name=template, separated by commas."""
+    """Parse the value of --fields: name=column, name=column+column or name=template, separated by commas.
+
+    >>> _parse_fields("question={passage}, {stem},options=a+b,answer=key")
+    {'question': '{passage}, {stem}', 'options': ['a', 'b'], 'answer': 'key'}
+    """
     columns: dict[str, Any] = {}
     # Split only at commas that are followed by `name=`: other commas belong to a template.
-    for part in re.split(r",\s*(?=\w+=)", text):
-        if not part:
+    for entry in re.split(r",\s*(?=\w+=)", text):
+        if not entry:  # the text is empty or begins with a comma
             continue
-        name, _, column = part.partition("=")
+        name, _, column = entry.partition("=")
         name = name.strip()
         if not column or name in columns:
-            refuse(f"--fields: {part}: expected name=column once, such as question=stem")
-        joins_columns = "+" in column and "{" not in column
+            refuse(f"--fields: {entry}: expected name=column once, such as question=stem")
+        joins_columns = "+" in column and "{" not in column  # a template may contain +
         columns[name] = column.split("+") if joins_columns else column
     return columns
 
 
-def split_files(values: Sequence[str] | None) -> SplitFiles:
-    """Parse the values of --file or --answers, each SPLIT=FILE or FILE.
+def parse_question_files(values: Sequence[str] | None) -> SplitFiles:
+    """Parse the values of --file, each SPLIT=FILE or FILE; None counts as no values.
 
     A FILE without a split counts as `train`; loading cuts the missing splits from it.
 
-    >>> split_files(["test=a.csv", "test=b.csv"]), split_files(["all.csv"])
+    >>> parse_question_files(["test=a.csv", "test=b.csv"]), parse_question_files(["all.csv"])
     ({'test': ['a.csv', 'b.csv']}, {'train': ['all.csv']})
     """
     files: dict[Split, list[str]] = {}
@@ -331,28 +352,28 @@ def _find_split(text: str) -> Split | None:
     return None
 
 
-def split_answers(values: Sequence[str] | None, files: SplitFiles) -> SplitFiles:
-    """Parse the values of --answers.
+def parse_answer_files(values: Sequence[str] | None, question_files: SplitFiles) -> SplitFiles:
+    """Parse the values of --answers, each SPLIT=FILE or FILE; None counts as no values.
 
-    If all questions are in one split, a file of answers without a split belongs to that split.
+    A FILE without a split belongs to the split of the questions if they are all in one split; otherwise to `train`.
     """
-    if len(files) != 1:
-        return split_files(values)
-    (only_split,) = files
-    named = []
+    if len(question_files) != 1:
+        return parse_question_files(values)
+    (only_split,) = question_files
+    values_with_split = []
     for text in values or ():
         has_split = _find_split(text) is not None
-        named.append(text if has_split else f"{only_split}={text}")
-    return split_files(named)
+        values_with_split.append(text if has_split else f"{only_split}={text}")
+    return parse_question_files(values_with_split)
 
 
 @dataclass(frozen=True)
 class RecipeTask:
-    """The task that a command line names.
+    """The task of a recipe that a command line names, and the overrides of the recipe.
 
     Attributes:
         name: Name of the task; None if the command line names none.
-        overrides: Overrides of the recipe, in the form of --set, including those that define the task.
+        overrides: The overrides in the form of --set, including those that define the user's own task.
     """
 
     name: str | None
@@ -366,6 +387,9 @@ def override_task(sets: Sequence[str] | None, task: str | None, questions: Quest
         sets: The values of --set.
         task: The value of --task.
         questions: Options that describe the user's file.
+
+    Returns:
+        The named task, and the overrides of --set followed by those that define the user's own task.
     """
     overrides = list(sets or ())
     own = find_own_task(task, questions)
@@ -377,7 +401,9 @@ def override_task(sets: Sequence[str] | None, task: str | None, questions: Quest
 
 
 def choose_source(task: str | None, questions: QuestionFileOptions = NO_FILE, *, name: str = "--task") -> str | Task:
-    """Return the source for `catto.tasks.load_questions`: the name of a task, or the user's own task.
+    """Return what `catto.tasks.load_questions` loads: the name of a task, or the user's own task.
+
+    The command is refused if it names no task and no file.
 
     Args:
         task: Name or YAML file of a task.

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import TextIO
@@ -60,10 +60,12 @@ class TimeLeft(ProgressColumn):
 
 @contextmanager
 def show_bars(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """Yield the progress bars of a command, which are disabled unless the stream is a terminal.
+    """Yield the progress bars of a command.
+
+    If the stream is not a terminal, nothing is drawn. The bars still keep their numbers, which `Bar` prints as lines.
 
     Args:
-        stream: Where the bars are drawn; stderr by default.
+        stream: Where the bars are drawn; None means stderr.
         clock: Returns the time in seconds.
     """
     # Keep the stream itself: while a stage runs, the name `sys.stderr` is redirected to the log of the stage.
@@ -79,10 +81,13 @@ def show_bars(stream: TextIO | None = None, clock: Callable[[], float] = time.mo
         disable=not is_terminal,
         get_time=clock,
         speed_estimate_period=SECONDS_OF_PACE,
-        redirect_stdout=False,
+        redirect_stdout=False,  # otherwise rich would move the results on stdout to this stream
         transient=True,
     )
-    with shown if is_terminal else nullcontext():
+    if not is_terminal:
+        yield shown
+        return
+    with shown:
         yield shown
 
 
@@ -112,15 +117,21 @@ class Bar:
             total: Number of all units.
             note: Text shown after the numbers.
         """
-        has_new_total = self._task.total != total
+        has_new_total = self._task.total != total  # always true in the first call
         if has_new_total:
             self._shown.reset(self.id, total=total, completed=finished, note=note)
         else:
             is_finished = finished == total  # short work may end before the display refreshes itself
             self._shown.update(self.id, completed=finished, note=note, refresh=is_finished)
+        if self._shown.disable:
+            self._print_line_if_due()
+
+    def _print_line_if_due(self) -> None:
+        """Print the numbers as a line if the last line is long enough ago."""
         now = self._shown.get_time()
-        silence = max(MIN_SECONDS_BETWEEN_LINES, MIN_SHARE_BETWEEN_LINES * (now - self.began))
-        if self._shown.disable and now - self._last_line >= silence:
+        elapsed = now - self.began
+        shortest_silence = max(MIN_SECONDS_BETWEEN_LINES, MIN_SHARE_BETWEEN_LINES * elapsed)
+        if now - self._last_line >= shortest_silence:
             self._last_line = now
             self.print_line()
 
@@ -172,11 +183,15 @@ class RunDisplay:
         return None
 
     def describe_time_left(self) -> str:
-        """Return text such as `about 3 min left`.
+        """Estimate the time that the missing stages will take one after another.
 
-        It is `more than ...` if nothing is known about a missing stage, and empty if nothing useful can be said.
+        Returns:
+            Text such as `about 3 min left`. If nothing is known about some missing stages, the others give a lower
+            bound: `more than 3 min left`. Empty if no stage is missing, or if a lower bound is too short to be useful.
         """
-        total = 0.0
+        if not self._missing:
+            return ""
+        seconds_left = 0.0
         is_lower_bound = False
         now = self._shown.get_time()
         for key, stage in self._missing.items():
@@ -184,13 +199,14 @@ class RunDisplay:
             if expected is None:
                 is_lower_bound = True
                 continue
-            spent = now - self._bars[key].began if key in self._bars else 0.0
-            total += max(0.0, expected - spent)
-        if not self._missing:
+            is_running = key in self._bars
+            spent = now - self._bars[key].began if is_running else 0.0
+            seconds_left += max(0.0, expected - spent)
+        if not is_lower_bound:
+            return f"about {format_duration(seconds_left)} left"
+        if seconds_left < MIN_LOWER_BOUND:
             return ""
-        if is_lower_bound and total < MIN_LOWER_BOUND:
-            return ""
-        return f"{'more than' if is_lower_bound else 'about'} {format_duration(total)} left"
+        return f"more than {format_duration(seconds_left)} left"
 
     def started(self, stage: Stage, number: int, total: int) -> None:
         """Show that a stage starts.

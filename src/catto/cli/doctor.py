@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
-from typing import Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 from typer import Option
@@ -14,9 +16,15 @@ from typer import Option
 from catto import __version__
 from catto.cli.console import print_json, require_package, say, show_table
 from catto.cli.run import silence_libraries
+from catto.errors import shorten_text
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 __all__ = ["diagnose_installation", "doctor"]
 
+# The parts of an installation are the base and the extras, which are installed with pip install 'catto[EXTRA]'.
+BASE = "base"
 EXTRAS = ("train", "serve", "ray", "vllm")
 # Environment variables. Only whether they are set is printed, never their values.
 VARIABLES = ("OPENAI_API_KEY", "DEEPSEEK_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES")
@@ -64,7 +72,7 @@ def doctor(
     else:
         _show_state(state)
     has_failed = selftest and not state["selftest"]["ok"]
-    if "base" in state["missing"] or has_failed:
+    if BASE in state["missing"] or has_failed:
         raise typer.Exit(1)
 
 
@@ -72,9 +80,15 @@ def diagnose_installation() -> dict[str, Any]:
     """Return versions, devices, which environment variables are set, and which packages are missing.
 
     Returns:
-        `catto`, `python`, `platform`; `packages`: part -> name -> PackageState; `missing`: part -> names; `install`:
-        part -> command that installs what is missing; `devices`; `variables`: name -> whether it is set. A part is
-        `base` or one of catto's extras.
+        A dictionary with these keys, where a part of the installation is `base` or one of EXTRAS:
+
+        - `catto`, `python`, `platform`: their versions;
+        - `packages`: part -> name of a package -> PackageState;
+        - `missing`: part -> names of its packages that are missing or have a version that catto does not accept; only
+          parts with such packages;
+        - `install`: part -> command that installs its missing packages;
+        - `devices`: a description of each device;
+        - `variables`: name of an environment variable -> whether it is set.
     """
     packages = _check_packages()
     missing: dict[str, list[str]] = {}
@@ -83,7 +97,7 @@ def diagnose_installation() -> dict[str, Any]:
         names = [name for name, state in states.items() if not state["ok"]]
         if names:
             missing[part] = names
-            install[part] = "pip install catto" if part == "base" else f"pip install 'catto[{part}]'"
+            install[part] = "pip install catto" if part == BASE else f"pip install 'catto[{part}]'"
     return {
         "catto": __version__,
         "python": platform.python_version(),
@@ -97,69 +111,71 @@ def diagnose_installation() -> dict[str, Any]:
 
 
 def _check_packages() -> dict[str, dict[str, PackageState]]:
-    """Return the state of every package, by part (base or an extra) and name."""
+    """Return the packages that catto's metadata requires: part of the installation -> name -> state."""
     from packaging.requirements import Requirement
 
     try:
         requirements = [Requirement(text) for text in metadata.requires("catto") or []]
     except metadata.PackageNotFoundError:  # catto runs from its source without being installed
-        return {"base": {"catto": PackageState(version=None, needs=__version__, ok=False)}}
-    packages: dict[str, dict[str, PackageState]] = {part: {} for part in ("base", *EXTRAS)}
+        return {BASE: {"catto": PackageState(version=None, needs=__version__, ok=False)}}
+    packages: dict[str, dict[str, PackageState]] = {part: {} for part in (BASE, *EXTRAS)}
     for requirement in requirements:
         if requirement.name == "catto":  # an extra includes another one by requiring catto[...]
             continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            version = None
-        needed = requirement.specifier
-        is_needed_version = version is not None and needed.contains(version, prereleases=True)
+        state = _check_package(requirement)
         for part in _list_parts(requirement.marker):
-            state = PackageState(version=version, needs=str(needed), ok=is_needed_version)
             packages[part][requirement.name] = state
     return packages
 
 
+def _check_package(requirement: Requirement) -> PackageState:
+    """Return which version of the required package is installed, and whether it is accepted."""
+    version = None
+    is_accepted = False
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version(requirement.name)
+        is_accepted = requirement.specifier.contains(version, prereleases=True)
+    return PackageState(version=version, needs=str(requirement.specifier), ok=is_accepted)
+
+
 def _list_parts(marker: Any) -> list[str]:
-    """Return the parts that need a requirement with this marker: the base installation, or some of the extras."""
+    """Return the parts of the installation that have a requirement with this marker: the base, or some of the extras.
+
+    The marker `extra == "train"` restricts a requirement to that extra; None means no restriction.
+    """
     if marker is None or marker.evaluate({"extra": ""}):
-        return ["base"]
+        return [BASE]
     return [extra for extra in EXTRAS if marker.evaluate({"extra": extra})]
 
 
 def _list_devices() -> list[str]:
-    """Describe the devices. Without torch, only the CPU is listed."""
+    """Describe each device in a few words, the CPU first. Without torch, only the CPU is listed."""
     devices = [f"cpu: {os.cpu_count()} cores"]
     if importlib.util.find_spec("torch") is None:
         return devices
     try:
         import torch
     except (ImportError, OSError) as error:  # a missing system library raises OSError
-        return [*devices, f"torch is installed but does not load: {str(error).splitlines()[0]}"]
+        return [*devices, f"torch is installed but does not load: {shorten_text(str(error))}"]
     from catto.objectives.tiles import cpu_bf16_slowdown
 
     devices[0] += f", a matrix product in bf16 takes {cpu_bf16_slowdown():.1f} times as long as in fp32"
     for index in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-        devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GB")
+        devices.append(f"cuda:{index}: {torch.cuda.get_device_name(index)}, {memory:.0f} GiB")
     if torch.backends.mps.is_available():
         devices.append("mps")
     return devices
 
 
 def _show_state(state: dict[str, Any]) -> None:
-    """Print what is installed, what is missing, and the results of the self-test if it was run."""
+    """Print the result of `diagnose_installation`, and that of the self-test if it was run.
+
+    These are the versions, the packages of each part of the installation, the devices, whether environment variables
+    are set, and how to install missing packages.
+    """
     say(f"catto {state['catto']}, Python {state['python']}, {state['platform']}")
-    rows: list[list[str]] = []
-    for part, packages in state["packages"].items():
-        for name, package in packages.items():
-            version = package["version"] or "missing"
-            is_wrong_version = package["version"] is not None and not package["ok"]
-            if is_wrong_version:
-                version = f"{version} (!)"
-            rows.append([name, part, version, package["needs"]])
-        rows.append([])  # separates the parts
-    show_table("", ("package", "part", "installed", "needed"), rows)
+    _show_packages(state["packages"])
     say(f"Devices: {'; '.join(state['devices'])}")
     variables = []
     for name, is_set in state["variables"].items():
@@ -168,27 +184,60 @@ def _show_state(state: dict[str, Any]) -> None:
     for part, names in state["missing"].items():
         say(f"{part} lacks {', '.join(names)}: {state['install'][part]}")
     if "selftest" in state:
-        _show_selftest(state["selftest"])
+        _show_checks(state["selftest"]["checks"])
+        say(_summarise_selftest(state["selftest"]))
 
 
-def _show_selftest(result: dict[str, Any]) -> None:
-    """Print the checks of a self-test and a summary in one line."""
+def _show_packages(packages: dict[str, dict[str, PackageState]]) -> None:
+    """Print a table of packages with a section for each part of the installation: the base and each extra."""
+    rows: list[list[str]] = []
+    has_wrong_version = False
+    for part, states in packages.items():
+        for name, state in states.items():
+            installed = state["version"] or "missing"
+            is_wrong_version = state["version"] is not None and not state["ok"]
+            if is_wrong_version:
+                installed = f"{installed} (!)"
+                has_wrong_version = True
+            rows.append([name, part, installed, state["needs"]])
+        rows.append([])  # ends the section
+    show_table(title="", columns=("package", "part", "installed", "needed"), rows=rows)
+    if has_wrong_version:
+        say("(!) catto does not accept the installed version.")
+
+
+def _show_checks(checks: Sequence[dict[str, Any]]) -> None:
+    """Print a table of the self-test's checks: the relative error of each, and the bound that it must not exceed."""
     rows = []
-    for check in result["checks"]:
-        error = check["problem"]  # the reason if there is no number
-        if check["error"] is not None:
+    for check in checks:
+        if check["error"] is None:  # the computation raised an exception, or its error is not finite
+            error = check["problem"]
+        else:
             error = f"{check['error']:.1e}"
         verdict = "ok" if check["ok"] else "FAILED"
         rows.append([check["name"], error, f"{check['bound']:g}", verdict])
-    show_table("", ("self-test", "error", "bound", ""), rows)
+    show_table(title="", columns=("self-test", "error", "bound", ""), rows=rows)
+
+
+def _summarise_selftest(result: dict[str, Any]) -> str:
+    """Describe the result of the self-test in one line, with everything that a bug report needs."""
+    checks = result["checks"]
+    passed = sum(check["ok"] for check in checks)
     verdict = "passed" if result["ok"] else "FAILED"
-    passed = sum(check["ok"] for check in result["checks"])
-    summary = f"Self-test {verdict}: {passed} of {len(result['checks'])} checks"
-    summary += f" on {result['device']} in {result['precision']} with {result['attention']} attention"
+    outcome = f"Self-test {verdict}: {passed} of {len(checks)} checks"
+    setup = f"on {result['device']} in {result['precision']} with {result['attention']} attention"
+    libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl")]
+    versions = f"catto {__version__}, {', '.join(libraries)}"
     milliseconds = result["milliseconds"]
-    if milliseconds:  # empty if a check failed
-        trl_time = milliseconds["trl"]
-        ratios = [f"{name} {milliseconds[name] / trl_time:.2f}x" for name in ("catto", "shared")]
-        summary += f"; step {', '.join(ratios)} of TRL's {trl_time:.0f} ms"
-    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "trl")]
-    say(f"{summary}; catto {__version__}, {', '.join(versions)}")
+    if not milliseconds:  # steps are not timed if a check failed
+        return f"{outcome} {setup}; {versions}"
+    times = _compare_step_times(milliseconds)
+    return f"{outcome} {setup}; {times}; {versions}"
+
+
+def _compare_step_times(milliseconds: dict[str, float]) -> str:
+    """Describe the times of our training steps, without and with shared prompts, as multiples of TRL's time."""
+    trl_time = milliseconds["trl"]
+    catto_ratio = milliseconds["catto"] / trl_time
+    shared_ratio = milliseconds["shared"] / trl_time
+    return f"step catto {catto_ratio:.2f}x, shared {shared_ratio:.2f}x of TRL's {trl_time:.0f} ms"

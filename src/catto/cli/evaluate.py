@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
@@ -17,9 +17,9 @@ from catto.cli.console import (
     refuse,
     refuse_errors,
     require_package,
+    require_writable_folder,
     say,
     show_table,
-    writable_folder,
 )
 from catto.cli.data import DataDirOption, choose_source
 from catto.cli.display import Bar
@@ -40,9 +40,12 @@ from catto.cli.run import show_run
 from catto.engines import Engine, check_hub, check_model, model_name, open_engine, server_address
 from catto.engines.replies import ServerError, count_reasons
 from catto.io.record_files import read_manifest, read_records
-from catto.recipe.settings import MOST_SAMPLES
+from catto.recipe.settings import MAX_SAMPLES
 from catto.records import ConfidenceKind, Prediction, Split
 from catto.tasks import load_questions
+
+if TYPE_CHECKING:
+    from catto.answer.equivalence_process import EquivalenceProcess
 
 __all__ = ["evaluate"]
 
@@ -99,7 +102,7 @@ def evaluate(
         Option(min=1, max=1_000_000, help="Number of questions.", show_default="all", rich_help_panel=INPUT),
     ] = None,
     k: Annotated[
-        int, Option(min=1, max=MOST_SAMPLES, help="Number of samples per question.", rich_help_panel=MODEL)
+        int, Option(min=1, max=MAX_SAMPLES, help="Number of samples per question.", rich_help_panel=MODEL)
     ] = 1,
     temperature: Annotated[
         float, Real(min=0.0, max=100.0, help="Sampling temperature; 0 means greedy decoding.", rich_help_panel=MODEL)
@@ -152,21 +155,15 @@ def evaluate(
     catto eval my-model --task mmlu --k 8 --temperature 1 --confidence-kind label --confidence-kind agreement
     """
     from catto import elicit, predict
-    from catto.answer.equivalence_process import EquivalenceProcess
 
     predictions = out / "predictions.jsonl"
-    settings = predict.SamplingOptions(
+    sampling = predict.SamplingOptions(
         k=k, temperature=temperature, seed=seed, max_tokens=max_tokens, reasoning=reasoning
     )
-    writable_folder("--out", out)
+    require_writable_folder("--out", out)
     load_engine = _check_engine(model, engine)
-    is_server = engine.engine == "server"
-    # A server's replies do not depend on the batch size, so neither does the number of questions stored together.
-    batch_size = Engine.batch_size if is_server else engine.concurrency
-    chunk = predict.chunk_size(batch_size, k)
-    stored_name = model_name(model) if is_server else model
-    stored_settings = {**settings, "engine": engine.engine, "model": stored_name, "chunk": chunk}
     with refuse_errors(ServerError, ImportError):
+        # Everything that can be refused is checked before the model is loaded.
         source = choose_source(task, questions)
         loaded = load_questions(source, split, seed=split_seed, data_dir=data_dir, limit=n)
         asked = list(loaded)
@@ -176,37 +173,64 @@ def evaluate(
         kinds = elicit.check_kinds(kind or [default_kind], asked, k)
         if equivalent is not None and has_labels:
             refuse("--equivalent: only for questions without options")
-        predict.check_settings(predictions, stored_settings)
-        with show_run() as shown, ExitStack() as stack:
-            process = None
-            if equivalent is not None:
-                process = stack.enter_context(EquivalenceProcess(equivalent))
+        predict.check_settings(predictions, {**sampling, **_name_engine_settings(model, engine, k)})
+        with show_run() as shown, _open_equivalence(equivalent) as equivalence:
             bar = Bar(shown, "answering")
             elicit.evaluate_kinds(
                 load_engine(),
                 asked,
                 kinds,
-                equivalent=process,
+                equivalent=equivalence,
                 out=predictions,
                 progress=partial(_show_progress, bar, has_accuracy=kinds == ["label"]),
                 retry_refused=retry_refused,
                 max_refused=max_refused,
-                **settings,
+                **sampling,
             )
             bar.print_line()
     for note in loaded.report.notes:
         say(f"{loaded.report.task}: {note}")
     _print_predictions(predictions)
-    if not is_server:
+    if engine.engine != "server":  # on a server, the model is a name and not a folder with a calibrator
         _print_calibrated(Path(model), predictions)
 
 
+def _name_engine_settings(model: str, options: EngineOptions, k: int) -> dict[str, object]:
+    """Return the engine's settings under the names that the manifest of the predictions uses.
+
+    An interrupted evaluation resumes only with the same settings.
+
+    Args:
+        model: The model, as given on the command line.
+        options: Options that describe the engine.
+        k: Number of samples per question.
+    """
+    from catto.predict import chunk_size
+
+    stored_model = model
+    batch_size = options.concurrency
+    if options.engine == "server":
+        stored_model = model_name(model)
+        # A server's replies do not depend on the batch size, so neither does the number of questions stored together.
+        batch_size = Engine.batch_size
+    return {"engine": options.engine, "model": stored_model, "chunk": chunk_size(batch_size, k)}
+
+
+def _open_equivalence(command: str | None) -> AbstractContextManager[EquivalenceProcess | None]:
+    """Return a context that starts the program of --equivalent and yields it; it yields None without a program."""
+    from catto.answer.equivalence_process import EquivalenceProcess
+
+    if command is None:
+        return nullcontext()
+    return EquivalenceProcess(command)
+
+
 def _show_progress(bar: Bar, done: int, total: int, correct: int, *, has_accuracy: bool) -> None:
-    """Show the number of responses, and their accuracy so far.
+    """Show the number of responses and, if they are graded as they arrive, their accuracy so far.
 
     Args:
         bar: The progress bar.
-        done: Number of finished responses.
+        done: Number of finished responses; at least 1.
         total: Number of all responses.
         correct: Number of correct responses so far.
         has_accuracy: Whether responses are graded as they arrive. Those with several kinds of confidence are graded
@@ -222,37 +246,41 @@ def _check_engine(model: str, options: EngineOptions) -> Callable[[], Engine]:
     Returns:
         A function that loads the engine, to be called after the questions have been checked.
     """
-    is_server = options.engine == "server"
-    if is_server and options.base_url is None:
-        refuse("--engine server needs --base-url")
-    if not is_server and options.base_url is not None:
-        refuse("--base-url needs --engine server")
+    if options.engine == "server":
+        if options.base_url is None:
+            refuse("--engine server needs --base-url")
+        return _check_server(model, options.base_url, options)
     if options.base_url is not None:
-        with refuse_errors(place="--base-url: "):
-            server_address(options.base_url)
-        from catto.engines.server import ServerEngine
-
-        return partial(
-            ServerEngine,
-            options.base_url,
-            model,
-            top_logprobs=20,
-            concurrency=options.concurrency,
-            api_key_env=options.api_key_env,
-            deadline=options.deadline,
-        )
+        refuse("--base-url needs --engine server")
     check_model(model)
-    name: Literal["transformers", "vllm"] = "vllm" if options.engine == "vllm" else "transformers"
-    if name == "vllm":
+    engine_name = options.engine
+    if engine_name == "vllm":
         require_package("vllm", "vllm", "--engine vllm")
     else:
         require_package("torch", "train", "--engine transformers")
 
     def load_model() -> Engine:
-        check_hub(model)
-        return open_engine(name, model, batch_size=options.concurrency)
+        check_hub(model)  # here and not above, because it asks the hub
+        return open_engine(engine_name, model, batch_size=options.concurrency)
 
     return load_model
+
+
+def _check_server(model: str, base_url: str, options: EngineOptions) -> Callable[[], Engine]:
+    """Refuse a malformed address of a server, and return a function that connects to the server."""
+    from catto.engines.server import ServerEngine
+
+    with refuse_errors(place="--base-url: "):
+        server_address(base_url)
+    return partial(
+        ServerEngine,
+        base_url,
+        model,
+        top_logprobs=20,  # the maximum; servers that offer fewer are asked for fewer
+        concurrency=options.concurrency,
+        api_key_env=options.api_key_env,
+        deadline=options.deadline,
+    )
 
 
 def _print_kinds(path: Path, kinds: list[ConfidenceKind]) -> None:
@@ -283,9 +311,11 @@ def _print_calibrated(folder: Path, predictions: Path) -> None:
     calibration = load_calibrator(folder)
     fitted = calibration.fitted
     calibrator_file = folder / CALIBRATOR_FILE
-    if fitted.protocol is not None:
+    is_for_final_answers = fitted.protocol is not None
+    if is_for_final_answers:
         say(f"{calibrator_file} is for final answers; apply it with catto select --calibrator {calibrator_file}.")
         return
+    # The first kind is the one in the column `confidence`. A manifest that lists no kinds is about label confidences.
     kind = read_manifest(predictions).notes.get("confidence_kinds", ["label"])[0]
     fitted_kind = fitted.confidence_kind or "label"
     if kind != fitted_kind:
@@ -302,25 +332,18 @@ def _print_calibrated(folder: Path, predictions: Path) -> None:
 
 
 def _print_predictions(path: Path) -> None:
-    """Print the tables of `catto measure`, how the answers were parsed, and which requests were refused."""
+    """Print the tables of `catto measure` and what happened to the requests, and write the two cards for the hub."""
     from catto.predict import read_refused_requests
     from catto.report.build import write_cards
 
     measure_and_print(path)
     cards = write_cards(path)
-    counts = read_manifest(path).counts
+    manifest = read_manifest(path)
+    counts = manifest.counts
+    say(_describe_parsing(counts))
+    if "confidence_kinds" in manifest.notes:
+        _print_kinds(path, manifest.notes["confidence_kinds"])
     refused = read_refused_requests(path)
-    plain = counts.get("plain", 0)
-    forced = counts["fallback"]
-    unanswered = counts.get("unanswered", 0)
-    tagged = counts["predictions"] - plain - forced - unanswered
-    parsed = f"{tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback)"
-    if unanswered:
-        parsed += f", {unanswered} without an answer"
-    say(f"Answers: {parsed}.")
-    notes = read_manifest(path).notes
-    if "confidence_kinds" in notes:
-        _print_kinds(path, notes["confidence_kinds"])
     if refused:
         total = counts["predictions"] + len(refused)
         say(f"{len(refused):,} of {total:,} requests were refused and are not in N ({count_reasons(refused)}).")
@@ -328,3 +351,15 @@ def _print_predictions(path: Path) -> None:
     if counts.get("other_model"):
         say(f"{counts['other_model']:,} replies name a different model from the one requested.")
     say(f"Predictions: {path}; in the same folder: {', '.join(cards)}.")
+
+
+def _describe_parsing(counts: Mapping[str, int]) -> str:
+    """Describe how many answers were found in which way, from the counts in the manifest of the predictions."""
+    plain = counts.get("plain", 0)  # manifests of older versions lack this count
+    forced = counts["fallback"]
+    unanswered = counts.get("unanswered", 0)  # not counted if `label` is the only kind of confidence
+    tagged = counts["predictions"] - plain - forced - unanswered
+    ways = f"{tagged} after <answer>, {plain} plain (stated without the tag), {forced} forced (fallback)"
+    if unanswered:
+        ways += f", {unanswered} without an answer"
+    return f"Answers: {ways}."

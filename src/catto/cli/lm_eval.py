@@ -73,15 +73,15 @@ def lm_eval(
         refuse('catto lm-eval needs lm_eval: pip install "lm_eval[hf]"')
     from catto.integrations.lm_eval import find_log_folder, find_results, read_log, run_harness
 
-    console.writable_folder("--out", out)
+    console.require_writable_folder("--out", out)
     log_folder = find_log_folder(arguments) or out / "log"
-    earlier_results = find_results(log_folder)
-    code = run_harness(arguments, log_folder)
-    if code != 0:
-        refuse(f"lm_eval failed with exit code {code}")
+    earlier_results = find_results(log_folder)  # the folder may have the logs of earlier runs
+    exit_code = run_harness(arguments, log_folder)
+    if exit_code != 0:
+        refuse(f"lm_eval failed with exit code {exit_code}")
     new_results = find_results(log_folder) - earlier_results
     if not new_results and _is_helper_process():
-        return
+        return  # only the first process writes a log and measures it
     if len(new_results) != 1:
         refuse(f"{log_folder}: expected one new results file, found {len(new_results)}")
     [results] = new_results
@@ -100,7 +100,7 @@ def lm_eval(
 
 
 def _is_helper_process() -> bool:
-    """Whether this is one of several processes started by a launcher, but not the first, which writes the log."""
+    """Whether a launcher started several processes of this command, and this is not the first of them."""
     return os.environ.get("RANK", "0") != "0"
 
 
@@ -115,6 +115,7 @@ def _measure_parts(log: HarnessLog) -> list[Summary]:
 
 
 def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
+    """Print one row per task and group. Next to the ECE is its null band: what a calibrated model would score."""
     from catto.metrics.catalogue import METRICS
 
     rows = []
@@ -123,7 +124,7 @@ def _print_table(log: HarnessLog, summaries: Sequence[Summary]) -> None:
         for name in METRICS_SHOWN:
             result = summary.metrics[name]
             cells.append(format_number(result.interval.value, METRICS[name].percent))
-            if name == "ece" and result.null is not None:
+            if name == "ece" and result.null is not None:  # for the ECE, it is never None
                 cells.append(format_interval(result.null, METRICS[name].percent))
         rows.append(cells)
     columns = ["task", "N"]
@@ -143,7 +144,11 @@ def _print_verdicts(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary
 
 
 def _write_numbers(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary], path: Path) -> Path:
-    """Write the results of every task and group as JSON. The page leaves out tasks that belong to a group."""
+    """Write the results of every task and group as JSON, unlike the page, which leaves out tasks inside a group.
+
+    Returns:
+        The path.
+    """
     from catto.io.atomic import write_text
     from catto.measure import describe_verdict, jsonable
 
@@ -155,6 +160,7 @@ def _write_numbers(parts: Sequence[HarnessAnswers], summaries: Sequence[Summary]
 
 
 def _write_page(log: HarnessLog, out: Path) -> Path:
+    """Write the report page of a log, and return its path."""
     from catto.formats.columns import ColumnNames
     from catto.integrations.lm_eval import list_page_rows
     from catto.report.build import build_report, results_of_files

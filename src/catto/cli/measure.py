@@ -27,16 +27,18 @@ from catto.cli.options import (
     expand_options,
     failure_probability,
 )
-from catto.recipe.settings import MOST_BINS, MOST_RESAMPLES
+from catto.recipe.settings import MAX_BINS, MAX_RESAMPLES
 
 if TYPE_CHECKING:
     from catto.answer_columns import GradedAnswers
+    from catto.calibrate import RiskThreshold
     from catto.measure import MeasureSettings, Summary
     from catto.metrics.catalogue import Versus
     from catto.metrics.errors import BrierSplit
+    from catto.metrics.risk import Threshold
 
 # More diagrams side by side are too small to read on a page.
-MOST_PANELS = 6
+MAX_PANELS = 6
 
 
 @expand_options
@@ -76,7 +78,8 @@ def measure(
     target_risk: Annotated[
         float | None,
         TargetRiskOption(
-            help="Print the lowest confidence threshold that keeps the error rate below this.", rich_help_panel=OUTPUT
+            help="Print the lowest confidence threshold above which at most this share of the answers is wrong.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     brier_split: Annotated[
@@ -86,13 +89,13 @@ def measure(
     as_json: JsonOption = False,
     bins: Annotated[
         int,
-        Option(min=1, max=MOST_BINS, help="Number of equal-width confidence bins.", rich_help_panel=ADVANCED),
+        Option(min=1, max=MAX_BINS, help="Number of equal-width confidence bins.", rich_help_panel=ADVANCED),
     ] = 20,
     resamples: Annotated[
         int | None,
         Option(
             min=1,
-            max=MOST_RESAMPLES,
+            max=MAX_RESAMPLES,
             help="Number of bootstrap resamples.",
             show_default="1000; 200 above 200,000 rows",
             rich_help_panel=ADVANCED,
@@ -100,7 +103,12 @@ def measure(
     ] = None,
     level: Annotated[
         float,
-        Real(min=0.01, max=0.9999, help="Confidence level of intervals and chance bands.", rich_help_panel=ADVANCED),
+        Real(
+            min=0.01,
+            max=0.9999,
+            help="Confidence level of the intervals and of the ranges by chance.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = 0.95,
     method: Annotated[
         Literal["percentile", "bca"],
@@ -109,7 +117,7 @@ def measure(
     confidence_level: RiskLevelOption = 0.95,
     seed: SeedOption = 0,
 ) -> None:
-    """Measure accuracy, calibration and ranking of a file of confidences.
+    """Measure the accuracy, calibration and ranking of the answers in a file.
 
     Each row needs a confidence, and whether the answer is correct: `confidence` and `correct`; or `confidence`,
     `label` and `gold`; or `label_logprobs` (label -> log-probability) and `gold`. Use the options below if the columns
@@ -130,35 +138,35 @@ def measure(
     from catto.metrics import catalogue, errors, risk
 
     if figure is not None:
-        console.writable_file("--figure", figure, ".svg", ".png", ".pdf")
+        console.require_writable_file("--figure", figure, ".svg", ".png", ".pdf")
     with console.refuse_errors(place="--metrics: "):
         chosen_metrics = catalogue.parse_metrics(metrics)
     settings = MeasureSettings(chosen_metrics, bins=bins, resamples=resamples, level=level, method=method, seed=seed)
     names = columns.column_names(by=by, positive=positive)
     answers = read_graded(file, names, columns.unparsed)
     if target_risk is not None:
-        _refuse_repeated_questions(file, answers)
-    other = None
-    if compare is not None:
-        other = read_graded(compare, replace(names, by=None), columns.unparsed)
+        _refuse_repeated_questions(file, answers)  # the guarantee needs independent answers
+    other_answers = None
+    if compare is not None:  # a bad file is refused before the long computation
+        other_answers = read_graded(compare, replace(names, by=None), columns.unparsed)
 
-    # With --json, `document` is printed; otherwise tables, followed by `sentences`.
+    # `document` is printed with --json, and `sentences` below the tables without it.
     measured = measure_slices(file, answers, settings, by)
     document = _make_document(measured, columns.unparsed)
     sentences = _describe_whole(measured.whole.summary)
     comparison = None
-    if compare is not None and other is not None:
-        comparison = FileComparison(compare, _compare_answers(answers, other, settings))
+    if other_answers is not None:
+        comparison = FileComparison(other_answers.source, _compare_answers(answers, other_answers, settings))
         document["compare"] = _comparison_document(comparison)
     if brier_split:
-        split = errors.brier_split(answers.confidence, answers.correct, bins=bins)
-        document["brier_split"] = {**_to_json(split), "total": split.total}
-        sentences.append(_describe_brier_split(split))
+        score_terms = errors.brier_split(answers.confidence, answers.correct, bins=bins)
+        document["brier_split"] = {**_to_json(score_terms), "total": score_terms.total}
+        sentences.append(_describe_brier_split(score_terms))
     if target_risk is not None:
         delta = failure_probability(confidence_level)
-        limit = risk.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
-        document["target_risk"] = _to_json(limit)
-        sentences.append(describe_threshold(limit, len(answers)))
+        threshold = risk.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
+        document["target_risk"] = _to_json(threshold)
+        sentences.append(describe_threshold(threshold, len(answers)))
     if figure is not None:
         _draw_reliability(figure, measured)
         sentences.append(f"Wrote {figure}.")
@@ -198,7 +206,13 @@ def measure_and_print(file: Path) -> None:
 
 @dataclass(frozen=True)
 class MeasuredSlice:
-    """Answers with their summary. The title is the value of the column, or the name of the file."""
+    """A slice of a file, or the whole file.
+
+    Attributes:
+        title: Value of the column `by` in this slice; for the whole file, its name.
+        answers: The answers.
+        summary: What was measured on them.
+    """
 
     title: str
     answers: GradedAnswers
@@ -207,9 +221,13 @@ class MeasuredSlice:
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """The results of a whole file and of its slices, one for each value of the column `by`.
+    """The results of a file.
 
-    Without such a column, there are no slices.
+    Attributes:
+        file: The file.
+        whole: The result of all its answers.
+        by: Name of the column that divides the file into slices; None if there are no slices.
+        slices: The result for each value of that column; empty if there are no slices.
     """
 
     file: Path
@@ -229,25 +247,29 @@ class FileComparison:
 def measure_slices(
     file: Path, answers: GradedAnswers, settings: MeasureSettings, by: str | None = None
 ) -> MeasuredFile:
-    """Summarise a file and each of its slices, with a progress bar.
+    """Measure a file and each of its slices, with a progress bar.
 
     Args:
         file: Where the answers come from.
-        answers: The answers.
+        answers: The answers, read with the column `by`.
         settings: What to measure.
-        by: Name of the column that defines the slices, which `answers` was read with.
+        by: Name of the column that divides the file into slices; None if there are no slices.
+
+    Returns:
+        The results of the file and of its slices.
     """
     from catto.measure import summarise_answers
 
-    steps = settings.steps(len(answers))
     slices = answers.slices()
-    for part in slices.values():
-        steps += settings.steps(len(part))
+    steps = settings.steps(len(answers))
+    for slice_answers in slices.values():
+        steps += settings.steps(len(slice_answers))
     measured_slices = []
     with show_progress("measuring", steps) as tick:
         whole = MeasuredSlice(file.name, answers, summarise_answers(answers, settings, tick))
-        for title, part in slices.items():
-            measured_slices.append(MeasuredSlice(title, part, summarise_answers(part, settings, tick)))
+        for title, slice_answers in slices.items():
+            summary = summarise_answers(slice_answers, settings, tick)
+            measured_slices.append(MeasuredSlice(title, slice_answers, summary))
     return MeasuredFile(file, whole, by, measured_slices)
 
 
@@ -256,27 +278,29 @@ def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: Mea
     from catto.measure import compare_runs
     from catto.metrics.catalogue import correct_p_values
 
-    with show_progress("comparing", 2 * settings.draws(len(answers))) as tick:
+    steps = 2 * settings.draws(len(answers))  # resamples for the intervals, and swaps for the p-values
+    with show_progress("comparing", steps) as tick:
         compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
-    has_forced = False
-    for part in (answers, other):
-        if part.sources is not None and part.sources.forced:
-            has_forced = True
-    return correct_p_values(compared, judge=not has_forced)
+    has_many_forced = False
+    for file_answers in (answers, other):
+        if file_answers.sources is not None and file_answers.sources.forced:
+            has_many_forced = True
+    return correct_p_values(compared, judge=not has_many_forced)
 
 
 def _warn_of_few_questions(measured: MeasuredFile) -> None:
     """Warn if the file or its smallest slice has too few questions."""
     smallest = measured.whole
     source = str(measured.file)
-    for part in measured.slices:
-        if _count_questions(part.answers) < _count_questions(smallest.answers):
-            smallest = part
-            source = f"{measured.file} {part.title}"
+    for measured_slice in measured.slices:
+        if _count_questions(measured_slice.answers) < _count_questions(smallest.answers):
+            smallest = measured_slice
+            source = f"{measured.file} {measured_slice.title}"
     console.warn_few(_count_questions(smallest.answers), source, "intervals are too narrow", "question")
 
 
 def _count_questions(answers: GradedAnswers) -> int:
+    """Return the number of questions; without question ids, every answer counts as a question."""
     return answers.questions or len(answers)
 
 
@@ -285,15 +309,17 @@ def _draw_reliability(figure: Path, measured: MeasuredFile) -> None:
     from catto.metrics.binning import reliability
     from catto.report.drawing import Panel, reliability_figure, write_figure
 
-    parts: Sequence[MeasuredSlice] = [measured.whole]
-    if 0 < len(measured.slices) <= MOST_PANELS:
-        parts = measured.slices
+    drawn: Sequence[MeasuredSlice] = [measured.whole]
+    if 0 < len(measured.slices) <= MAX_PANELS:
+        drawn = measured.slices
     panels = []
-    for part in parts:
-        bins = reliability(part.answers.confidence, part.answers.correct, part.summary.settings.bins)
-        ece = part.summary.metrics.get("ece")
-        null = None if ece is None else ece.null
-        panels.append(Panel(part.title, bins, null, part.summary.sources))
+    for measured_slice in drawn:
+        answers = measured_slice.answers
+        summary = measured_slice.summary
+        bins = reliability(answers.confidence, answers.correct, summary.settings.bins)
+        ece = summary.metrics.get("ece")  # None if --metrics leaves it out
+        null_band = None if ece is None else ece.null
+        panels.append(Panel(measured_slice.title, bins, null_band, summary.sources))
     write_figure(partial(reliability_figure, panels), figure)
 
 
@@ -314,8 +340,9 @@ def _make_document(measured: MeasuredFile, unparsed: str) -> dict[str, Any]:
     document["verdict"] = describe_verdict(whole)
     if measured.by is not None:
         values = {}
-        for part in measured.slices:
-            values[part.title] = {"warning": part.summary.warning, **_to_json(part.summary)}
+        for measured_slice in measured.slices:
+            summary = measured_slice.summary
+            values[measured_slice.title] = {"warning": summary.warning, **_to_json(summary)}
         document["slices"] = {"by": measured.by, "values": values}
     return document
 
@@ -340,29 +367,30 @@ def _describe_whole(whole: Summary) -> list[str]:
     return [judgement, *sentences]
 
 
-def _describe_brier_split(split: BrierSplit) -> str:
-    """Write the Brier score as the sum of its parts, with the two terms within the bins added together."""
-    within = split.within_bin_variance - 2.0 * split.within_bin_covariance
+def _describe_brier_split(terms: BrierSplit) -> str:
+    """Write the Brier score as the sum of its terms, with the two terms within the bins added together."""
+    within = terms.within_bin_variance - 2.0 * terms.within_bin_covariance
     sign = "-" if within < 0 else "+"
     return (
-        f"Brier score {split.total:.4f} = reliability {split.reliability:.4f} - resolution {split.resolution:.4f} "
-        f"+ uncertainty {split.uncertainty:.4f} {sign} {abs(within):.4f} within the bins."
+        f"Brier score {terms.total:.4f} = reliability {terms.reliability:.4f} - resolution {terms.resolution:.4f} "
+        f"+ uncertainty {terms.uncertainty:.4f} {sign} {abs(within):.4f} within the bins."
     )
 
 
-def describe_threshold(limit: Any, rows: int) -> str:
-    """Describe what a threshold guarantees.
+def describe_threshold(fitted: Threshold | RiskThreshold, rows: int) -> str:
+    """Describe what a threshold guarantees, or that none was found.
 
     Args:
-        limit: A Threshold or a RiskThreshold.
+        fitted: The threshold with its guarantee.
         rows: Number of answers it was fitted on.
     """
-    promise = f"an error rate of at most {100 * limit.risk:g} % with {100 * (1.0 - limit.delta):g} % confidence"
-    if limit.threshold is None:
+    promise = f"an error rate of at most {100 * fitted.risk:g} % with {100 * (1.0 - fitted.delta):g} % confidence"
+    if fitted.threshold is None:
         return f"No threshold can promise {promise} from these {rows:,} answers."
     return (
-        f"Answering at confidence >= {float(limit.threshold)!r} has {promise}: coverage {100 * limit.coverage:.1f} %, "
-        f"{limit.errors:,} of {limit.answered:,} wrong, error rate at most {100 * limit.bound:.1f} %. "
+        f"Answering at confidence >= {float(fitted.threshold)!r} has {promise}: "
+        f"coverage {100 * fitted.coverage:.1f} %, "
+        f"{fitted.errors:,} of {fitted.answered:,} wrong, error rate at most {100 * fitted.bound:.1f} %. "
         "This holds for new answers like these, unless the confidence was fitted on them."
     )
 
@@ -375,11 +403,10 @@ def _describe_counts(whole: Summary) -> str:
     elif whole.questions < whole.rows:
         noun = "question" if whole.questions == 1 else "questions"
         questions = f" to {whole.questions:,} {noun}"
-    settings = whole.settings
     counts = [
         f"N = {whole.rows:,} answers{questions}",
-        f"{settings.bins} bins",
-        f"{settings.resamples or 1} resamples",
+        f"{whole.settings.bins} bins",
+        f"{whole.settings.draws(whole.rows)} resamples",
     ]
     if whole.sources is not None and whole.accuracy_unparsed_wrong is not None:
         note = f"accuracy {100 * whole.accuracy_unparsed_wrong:.1f} with those counted wrong"
@@ -404,23 +431,25 @@ def format_p_value(p: float) -> str:
 
 
 def _print_measured(measured: MeasuredFile, sentences: Sequence[str]) -> None:
-    """Print warnings, one table for the file and one per slice, and the sentences that explain them."""
+    """Print warnings, one table for the file and one per slice, the counts, and the sentences below them."""
     whole = measured.whole.summary
-    if whole.warning is not None:
+    if whole.warning is not None:  # covers the slices too
         say(whole.warning)
     else:
-        for part in measured.slices:
-            if part.summary.warning is not None:
-                say(f"{measured.by} {part.title}: {part.summary.warning}")
+        for measured_slice in measured.slices:
+            if measured_slice.summary.warning is not None:
+                say(f"{measured.by} {measured_slice.title}: {measured_slice.summary.warning}")
     _print_metrics(str(measured.file), whole)
-    for part in measured.slices:
-        _print_metrics(f"{measured.by} {part.title} (N = {part.summary.rows:,})", part.summary)
+    for measured_slice in measured.slices:
+        summary = measured_slice.summary
+        _print_metrics(f"{measured.by} {measured_slice.title} (N = {summary.rows:,})", summary)
     say(_describe_counts(whole))
     for sentence in sentences:
         say(sentence)
 
 
 def _print_metrics(title: str, summary: Summary) -> None:
+    """Print a table with each metric, its interval and, for calibration metrics, its null band."""
     from catto.metrics.catalogue import METRICS
 
     rows = []
@@ -433,7 +462,7 @@ def _print_metrics(title: str, summary: Summary) -> None:
         rows.append([METRICS[name].title, value, format_interval(result.interval, percent), null_band])
     gap = summary.gap
     gap_value = format_number(gap.value, percent=True, signed=True)
-    rows.append(["Confidence - accuracy", gap_value, format_interval(gap, percent=True, signed=True)])
+    rows.append(["Confidence - accuracy", gap_value, format_interval(gap, percent=True, signed=True), ""])
     columns = ("metric", "value", _interval_title(summary.settings), "by chance,\nif calibrated")
     console.show_table(title, columns, rows)
 
@@ -443,11 +472,9 @@ def _interval_title(settings: MeasureSettings) -> str:
 
 
 def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> None:
-    """Print the table of differences and what its marks mean."""
+    """Print the table of differences between two files, and what its marks mean."""
     from catto.metrics.catalogue import METRICS
-    from catto.metrics.comparisons import ALPHA
 
-    settings = measured.whole.summary.settings
     rows = []
     for name, versus in comparison.metrics.items():
         percent = METRICS[name].percent
@@ -461,19 +488,33 @@ def _print_comparison(measured: MeasuredFile, comparison: FileComparison) -> Non
             f"{format_p_value(versus.p_value)}\n{format_p_value(versus.p_corrected)}",
         ]
         rows.append(cells)
-    columns = ("metric", "this", "other", f"difference\n{_interval_title(settings)}", "p\ncorrected")
+    whole = measured.whole.summary
+    columns = ("metric", "this", "other", f"difference\n{_interval_title(whole.settings)}", "p\ncorrected")
     console.show_table(f"{measured.file} (this) against {comparison.file} (other), same questions", columns, rows)
-    judged = sum(METRICS[name].better is not None for name in comparison.metrics)
+    _explain_marks(list(comparison.metrics), whole.settings.draws(whole.rows))
+
+
+def _explain_marks(metrics: Sequence[str], draws: int) -> None:
+    """Print when a difference is marked as better or worse, and whether the resamples are too few for any mark.
+
+    Args:
+        metrics: Names of the compared metrics. One for which neither direction is better is never marked, and does not
+            count as a comparison.
+        draws: Number of resamples.
+    """
+    from catto.metrics.catalogue import METRICS
+    from catto.metrics.comparisons import ALPHA
+
+    comparisons = sum(METRICS[name].better is not None for name in metrics)
     say(
-        f"* better, † worse than the other. A mark needs p < {ALPHA:g} after Holm's correction for {judged} "
+        f"* better, † worse than the other. A mark needs p < {ALPHA:g} after Holm's correction for {comparisons} "
         "comparisons, an interval on the difference's side of 0, "
         "and a difference of at least 0.5 points (0.005; NLL 0.01)."
     )
-    draws = settings.resamples or 1
-    # A bootstrap p-value is at least 1 / (1 + draws), and Holm's correction multiplies it by the number of comparisons.
-    least_p = min(1.0, judged / (1 + draws))
-    if judged >= ALPHA * (1 + draws):
-        say(f"{draws} resamples are too few for any mark: the smallest possible corrected p is {least_p:.2g}.")
+    # Each p-value is at least 1 / (1 + draws), and Holm's correction multiplies the smallest one by `comparisons`.
+    smallest_p = min(1.0, comparisons / (1 + draws))
+    if smallest_p >= ALPHA:
+        say(f"{draws} resamples are too few for any mark: the smallest possible corrected p is {smallest_p:.2g}.")
 
 
 def _suggest_next_step(whole: Summary, *, has_figure: bool) -> None:

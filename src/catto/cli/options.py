@@ -30,7 +30,7 @@ OUTPUT = "Output"
 ADVANCED = "Advanced"
 
 # NumPy and PyTorch accept seeds of up to 64 bits; 32 bits are enough.
-MOST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 
 
 def check_finite(value: float | None) -> float | None:
@@ -56,7 +56,7 @@ def list_tasks() -> list[str]:
 
 # Constructors of options: for a finite real number, and for a seed.
 Real = partial(Option, callback=check_finite)
-Seed = partial(Option, min=0, max=MOST_SEED)
+Seed = partial(Option, min=0, max=MAX_SEED)
 
 SeedOption = Annotated[int, Seed(help="Random seed of the bootstrap.", rich_help_panel=ADVANCED)]
 JsonOption = Annotated[bool, Option("--json", help="Print JSON. Rates are between 0 and 1.", rich_help_panel=OUTPUT)]
@@ -117,8 +117,9 @@ class ColumnOptions:
         """Return the column names for reading a file.
 
         Args:
-            by: Column that splits the file into slices.
-            positive: With two labels, the one whose probability is in the confidence column.
+            by: Column whose values divide the file into slices; None for no slices.
+            positive: With two labels, the one whose probability is in the confidence column. None means that the column
+                has the probability of the answer.
         """
         return ColumnNames(
             confidence=self.confidence,
@@ -186,11 +187,11 @@ class QuestionFileOptions:
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer see the fields of a command's dataclasses as options of the command itself.
+    """Turn the dataclasses among a command's parameters into separate options, which typer understands.
 
     Args:
-        command: A function whose parameters are options and arguments of typer, or dataclasses of these. The names of
-            all parameters and fields must be different.
+        command: A function. Each parameter is an option or argument of typer, or a dataclass whose fields are such
+            options. No two parameters or fields may have the same name.
 
     Returns:
         A function that accepts every option by keyword, builds the dataclasses from them and calls the command.
@@ -213,8 +214,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
             arguments[name] = options_class(**values)
         command(**arguments)
 
-    # Typer reads parameters and defaults from the signature, and types from the annotations. `wraps` has copied those
-    # of the command, which contain the dataclasses, so both are replaced.
+    # Typer reads parameters and defaults from the signature, and types from the annotations. `wraps` has copied both
+    # from the command, with the dataclasses, so both are replaced.
     expanded.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     expanded.__annotations__ = {option.name: option.annotation for option in options}
     return expanded

@@ -22,6 +22,7 @@ from catto.pipeline.stage import Stage
 from catto.recipe.settings import Recipe
 
 Exported = Literal["slurm", "make"]
+# How far a stage is; `runner.list_states` returns one of these for every stage.
 STANDINGS = ("done", "begun", "to do")
 
 
@@ -31,7 +32,7 @@ class PlannedStage(NamedTuple):
     Attributes:
         stage: The stage.
         standing: One of STANDINGS.
-        seconds: The time it took; None unless it is done.
+        seconds: The time it took; None if it is not done.
     """
 
     stage: Stage
@@ -59,9 +60,9 @@ def plan(
     catto plan mine.yaml --set evaluation.bins=15
     catto plan paper --export slurm
     """
-    chosen = read_recipe(recipe, sets, seeds)
-    root = choose_folder(chosen, out)
-    graph = Graph(chosen)
+    opened = read_recipe(recipe, sets, seeds)
+    root = choose_folder(opened, out)
+    graph = Graph(opened)
     stages = []
     for stage, standing in runner.list_states(root, [graph.plan_report()]):
         stages.append(PlannedStage(stage, standing, stage_seconds(root, stage)))
@@ -69,40 +70,52 @@ def plan(
     if export is not None:
         if not missing:
             console.refuse("nothing is left to do: every stage is done")
-        _export_stages(root, chosen, missing, export)
+        _export_stages(root, opened, missing, export)
         return
     if as_json:
         _print_json(stages)
         return
     _print_stages(root, stages)
-    for line in PlanEstimate(chosen).describe_missing(missing):
+    for line in PlanEstimate(opened).describe_missing(missing):
         console.say(line)
-    has_several_rates = any(name in METHODS and len(graph.list_learning_rates(name)) > 1 for name in chosen.methods)
-    if chosen.lr_choice == "mean" and len(chosen.seeds) > 1 and has_several_rates:
+    if _choices_wait_for_all_seeds(graph):
         console.say("lr_choice mean: a rate is chosen by its mean over all seeds, so choices wait for every seed.")
 
 
+def _choices_wait_for_all_seeds(graph: Graph) -> bool:
+    """Return whether a learning rate is chosen by the mean over several seeds."""
+    recipe = graph.recipe
+    if recipe.lr_choice != "mean" or len(recipe.seeds) == 1:
+        return False
+    # A method such as `dpo+ts` rescales the confidence of another one, is not in METHODS, and is not trained.
+    trained_methods = [name for name in recipe.methods if name in METHODS]
+    return any(len(graph.list_learning_rates(name)) > 1 for name in trained_methods)
+
+
 def _export_stages(root: Path, recipe: Recipe, missing: list[Stage], export: Exported) -> None:
-    """Write scripts that run the missing stages, and store the recipe that they read."""
+    """Write scripts that run the missing stages, store the recipe that they read, and print how to start them."""
     from catto.pipeline.export import format_makefile, format_slurm_scripts
 
-    write_scripts = format_slurm_scripts if export == "slurm" else format_makefile
     with console.refuse_errors(place="--export: "):
-        scripts = write_scripts(root, recipe, missing)
+        if export == "slurm":
+            command = "bash"
+            main_script = "slurm/submit.sh"
+            scripts = format_slurm_scripts(root, recipe, missing)
+        else:
+            command = "make -j 2 -k -f"
+            main_script = "Makefile"
+            scripts = format_makefile(root, recipe, missing)
     store_recipe(root, recipe)
-    command = "make -j 2 -k -f"
-    script = "Makefile"
     if export == "slurm":
-        command = "bash"
-        script = "slurm/submit.sh"
         for old_script in (root / "slurm").glob("*.sh"):  # left by an earlier export
             old_script.unlink()
     for name, text in scripts.items():
         write_text(root / name, text)
-    console.say(f"Wrote scripts for {len(missing)} stages. Run: {command} {shlex.quote(f'{root}/{script}')}")
+    console.say(f"Wrote scripts for {len(missing)} stages. Run: {command} {shlex.quote(f'{root}/{main_script}')}")
 
 
 def _print_json(stages: list[PlannedStage]) -> None:
+    """Print one entry per stage, in the order in which they can run."""
     rows = []
     for stage, standing, seconds in stages:
         row = {
@@ -118,6 +131,7 @@ def _print_json(stages: list[PlannedStage]) -> None:
 
 
 def _print_stages(root: Path, stages: list[PlannedStage]) -> None:
+    """Print a table with one row per group of similar stages, and a last row for all stages."""
     groups: dict[str, list[PlannedStage]] = defaultdict(list)
     for planned in stages:
         groups[stage_group(planned.stage)].append(planned)
@@ -126,6 +140,7 @@ def _print_stages(root: Path, stages: list[PlannedStage]) -> None:
 
 
 def _count_standings(name: str, members: list[PlannedStage]) -> list[str]:
+    """Return a row of the table: the name, how many members have each standing, and the time of those that are done."""
     counts = Counter(planned.standing for planned in members)
     spent = "-"
     if counts["done"]:

@@ -45,7 +45,7 @@ def report(
     models = _name_models(files)
     if baseline is not None:
         check_name("--baseline", baseline, models)
-    console.writable_folder("--out", out)
+    console.require_writable_folder("--out", out)
     with console.refuse_errors(), show_run() as shown:
         results = results_of_files(
             models, columns.column_names(), out, task=task, unparsed=columns.unparsed, baseline=baseline
@@ -56,21 +56,27 @@ def report(
 
 
 def _name_models(files: Sequence[str]) -> dict[str, Path]:
-    """Return name -> file; refuse two models with the same name."""
-    named: list[tuple[str, Path]] = []
+    """Return the name of each model -> its file; refuse two models with the same name.
+
+    Args:
+        files: Values of the form NAME=FILE or FILE. Without a NAME, a model is named after its file or, if several
+            files have the same name, after its folder.
+    """
+    named_files: list[tuple[str, Path]] = []  # the name is empty if none is given
     for text in files:
         name, equals, file_name = text.partition("=")
-        if equals and not Path(text).exists():
-            named.append((name, Path(file_name)))
-        else:  # the name of the file itself may contain =
-            named.append(("", Path(text)))
-    stems = {path.stem for _, path in named}
-    has_equal_stems = len(stems) < len(named)
+        is_existing_file = Path(text).exists()  # the name of a file may contain =
+        if equals and not is_existing_file:
+            named_files.append((name, Path(file_name)))
+        else:
+            named_files.append(("", Path(text)))
+    stems = {path.stem for _, path in named_files}
+    has_equal_stems = len(stems) < len(named_files)
     models: dict[str, Path] = {}
-    for name, path in named:
-        default = path.absolute().parent.name if has_equal_stems else path.stem
-        title = name or default
-        if title in models:
-            refuse(f"two models are named {title}: give them different names with NAME=FILE")
-        models[title] = path
+    for name, path in named_files:
+        default_name = path.absolute().parent.name if has_equal_stems else path.stem
+        model_name = name or default_name
+        if model_name in models:
+            refuse(f"two models are named {model_name}: give them different names with NAME=FILE")
+        models[model_name] = path
     return models

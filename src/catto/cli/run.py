@@ -27,7 +27,7 @@ from catto.pipeline import run as runner
 from catto.pipeline.stage import Stage, check_stage, is_done, list_finished, list_needed, read_done, stage_dir
 from catto.recipe.settings import Recipe
 
-# Runs goals like `runner.run_goals`, but elsewhere: (experiment's folder, recipe, goals, display) -> outcome.
+# Runs stages on other machines. Takes the experiment's folder, the recipe, the stages to finish and the display.
 Execute = Callable[[Path, Recipe, Sequence[Stage], RunDisplay], runner.Outcome]
 
 
@@ -63,7 +63,7 @@ QUIET = {
 def choose_folder(recipe: Recipe, out: Path | None) -> Path:
     """Return the experiment's folder; refuse one that cannot be written to, before anything runs."""
     root = Path("runs") / recipe.name if out is None else out
-    console.writable_folder("--out", root)
+    console.require_writable_folder("--out", root)
     return root
 
 
@@ -77,7 +77,7 @@ def run_missing(
     repair: bool = False,
     execute: Execute | None = None,
 ) -> None:
-    """Run the missing stages; exit with code 1 if a stage failed, and with code 130 if the run was interrupted.
+    """Run the missing stages. Exit with code 1 if a stage failed, and with code 130 if the run was interrupted.
 
     Args:
         source: Name or path of the recipe, for messages.
@@ -98,12 +98,8 @@ def run_missing(
     missing = [stage for stage in list_needed(list(goals)) if not is_done(root, stage)]
     _require_packages(source, recipe, missing)
     with show_run() as shown:
-        trainings = [stage for stage in missing if stage.kind == "train"]
-        if trainings and execute is None:  # other machines may have different devices and libraries
-            with console.refuse_errors(ImportError):  # such as an unsupported version of TRL
-                from catto.pipeline.rehearsal import rehearse_trainings
-
-            rehearse_trainings(source, trainings)
+        if execute is None:  # other machines may have different devices and libraries
+            _rehearse(source, missing)
         store_recipe(root, recipe)
         display = RunDisplay(shown, root, goals)
         if retry_refused:
@@ -115,6 +111,17 @@ def run_missing(
     _report_problems(root, goals, outcome)
     if outcome.failed:
         sys.exit(1)
+
+
+def _rehearse(source: str, missing: Sequence[Stage]) -> None:
+    """Try the settings of the missing training stages on toy models, before a teacher is paid."""
+    trainings = [stage for stage in missing if stage.kind == "train"]
+    if not trainings:
+        return
+    with console.refuse_errors(ImportError):  # the import fails for an unsupported version of TRL
+        from catto.pipeline.rehearsal import rehearse_trainings
+
+    rehearse_trainings(source, trainings)
 
 
 def _require_packages(source: str, recipe: Recipe, missing: Sequence[Stage]) -> None:
@@ -205,33 +212,33 @@ def run(
     """
     from catto.pipeline.plan import Graph
 
-    chosen = read_recipe(recipe, sets, seeds)
+    opened = read_recipe(recipe, sets, seeds)
     if address is not None and on != "ray":
         console.refuse("--address: needs --on ray")
-    root = choose_folder(chosen, out)
-    report_stage = Graph(chosen).plan_report()
+    root = choose_folder(opened, out)
+    report_stage = Graph(opened).plan_report()
     execute: Execute | None = None
     if on == "ray":
         console.require_package("ray", "ray", "--on ray")
         from catto.pipeline import ray as ray_runner
 
         execute = partial(ray_runner.run_on_ray, address=address)
-    run_missing(recipe, chosen, root, [report_stage], retry_refused=retry_refused, repair=repair, execute=execute)
-    report = stage_dir(root, report_stage)
-    _print_report(report)
+    run_missing(recipe, opened, root, [report_stage], retry_refused=retry_refused, repair=repair, execute=execute)
+    report_folder = stage_dir(root, report_stage)
+    _print_report(report_folder)
     # The page is a single file. It is copied to the experiment's folder, where it is easy to find.
     page = root / "report.html"
-    write_text(page, _page_for_folder(report))
+    write_text(page, _page_for_experiment(report_folder))
     console.say(f"Report: {page}")
 
 
-def _print_report(report: Path) -> None:
+def _print_report(report_folder: Path) -> None:
     """Print the headline and the summary of a report, unless another version of catto wrote it."""
     from catto.report import render, tables
     from catto.report.headline import write_headline
     from catto.report.numbers import read_numbers
 
-    numbers = read_numbers(report / "numbers.json")
+    numbers = read_numbers(report_folder / "numbers.json")
     if numbers is None:
         return
     headline = write_headline(numbers)
@@ -240,12 +247,12 @@ def _print_report(report: Path) -> None:
     console.print_table(render.render_terminal(tables.build_summary(numbers)))
 
 
-def _page_for_folder(report: Path) -> str:
+def _page_for_experiment(report_folder: Path) -> str:
     """Return the page of a report with its links changed to work in the experiment's folder."""
     from catto.report.page import relocate_page
 
-    text = (report / "report.html").read_text(encoding="utf-8")
-    return relocate_page(text, f"stages/{report.name}")
+    text = (report_folder / "report.html").read_text(encoding="utf-8")
+    return relocate_page(text, f"stages/{report_folder.name}")
 
 
 # ---- one stage ------------------------------------------------------------------------------------------------------
@@ -273,6 +280,7 @@ def stage(
 
     refuse_windows()
     wanted = find_stage(folder, key, recipe)
+    # Another machine may have finished them a moment ago; a network file system shows this with a delay.
     missing = runner.wait_for_stages(folder, wanted.needs.values(), wanted.name)
     if missing:
         console.refuse(f"{wanted.name} needs unfinished stages: {join_names(missing)}")
@@ -358,13 +366,16 @@ def _find_damage_outside_stages(folder: Path) -> list[str]:
             read_stored_recipe(path)
         except DataError as error:
             problems.append(str(error))
-    copied = folder / "report.html"
-    reports = sorted((folder / "stages").glob("report-*/report.html"))
-    if copied.is_file() and reports:
-        text = copied.read_text(encoding="utf-8", errors="replace")
-        known = [_page_for_folder(report.parent) for report in reports]
-        if text not in known:
-            problems.append(f"{copied}: damaged: differs from every report in stages/; `catto run` copies it again")
+    # The page is a copy of any report in stages/: recipes that share the folder have different reports.
+    copied_page = folder / "report.html"
+    original_pages = sorted((folder / "stages").glob("report-*/report.html"))
+    if copied_page.is_file() and original_pages:
+        text = copied_page.read_text(encoding="utf-8", errors="replace")
+        expected_texts = [_page_for_experiment(page.parent) for page in original_pages]
+        if text not in expected_texts:
+            problems.append(
+                f"{copied_page}: damaged: differs from every report in stages/; `catto run` copies it again"
+            )
     return problems
 
 

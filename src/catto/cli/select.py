@@ -14,7 +14,7 @@ from catto.cli.console import format_interval, format_number, refuse, say
 from catto.cli.options import ADVANCED, OUTPUT, EquivalentOption, JsonOption, Real, SeedOption
 from catto.errors import DataError
 from catto.io.record_files import read_records
-from catto.recipe.settings import MOST_SAMPLES
+from catto.recipe.settings import MAX_SAMPLES
 from catto.records import ConfidenceKind, FinalAnswer, Prediction, Protocol
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from catto.metrics.ranking import Within
     from catto.metrics.selection import Selected
 
+# As in `catto.metrics.selection`, which is imported inside functions to keep `catto --help` fast.
 MOST_CONFIDENT = "most confident"
 
 
@@ -30,9 +31,9 @@ def select(
     file: Annotated[Path, Argument(help="Predictions of `catto eval --k N`, with several samples per question.")],
     k: Annotated[
         list[int],
-        Option(min=1, max=MOST_SAMPLES, help="Number of samples to choose from, such as --k 8 or --k 4 8."),
+        Option(min=1, max=MAX_SAMPLES, help="Number of samples to choose from, such as --k 8 or --k 4 8."),
     ],
-    more: Annotated[list[int] | None, Argument(min=1, max=MOST_SAMPLES, metavar="K", hidden=True)] = None,
+    more: Annotated[list[int] | None, Argument(min=1, max=MAX_SAMPLES, metavar="K", hidden=True)] = None,
     rule: Annotated[
         str | None, Option(help="Rule that chooses the final answers for --out, such as 'majority vote'.")
     ] = None,
@@ -90,9 +91,8 @@ def select(
     catto select predictions.jsonl --k 4 --tau 1.3 --json
     catto select validation.jsonl --k 8 --rule "majority vote" --adaptive --out final.jsonl
     """
-    from catto.answer.equivalence_process import EquivalenceProcess
     from catto.answer_columns import ParseCounts
-    from catto.elicit import choose_kind, merge_predictions
+    from catto.elicit import choose_kind
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
 
@@ -102,21 +102,20 @@ def select(
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:
         refuse("--tau and --fit-tau: give only one of the two")
-    refused = {refusal.question for refusal in read_refused_requests(file)}
-    predictions = _read_samples(file, refused)
-    written = ""
+    refused_questions = {refusal.question for refusal in read_refused_requests(file)}
+    predictions = _read_samples(file, refused_questions)
     if equivalent is not None:
-        with console.refuse_errors(), EquivalenceProcess(equivalent) as process:
-            predictions = merge_predictions(predictions, process)
+        predictions = _merge_equivalent(predictions, equivalent)
+    written = ""  # a sentence about the final answers
     with console.refuse_errors(place=f"{file}: "):
         if kind is not None:
             predictions = choose_kind(predictions, kind)
         if fit_tau is not None:
             tau = _fit_temperature(fit_tau)
-        samples = selection.gather_candidates(predictions, tau)
-        rows: list[Selected] = []
+        candidates = selection.gather_candidates(predictions, tau)
+        rule_results: list[Selected] = []
         for size in sizes:
-            rows += selection.measure_rules(samples, size, seed=seed)
+            rule_results += selection.measure_rules(candidates, size, seed=seed)
         savings: list[dict[str, Any]] = []
         if adaptive:
             ranked = predictions if tau is None else temperature.rescale_predictions(predictions, tau)
@@ -124,20 +123,20 @@ def select(
         if out is not None and rule is not None:
             final = FinalOptions(rule=rule, k=sizes[0], adaptive=adaptive, stop=stop)
             written = _write_final_answers(out, predictions, final, calibrator)
-    within = selection.within_questions(samples, seed=seed)
-    counts = ParseCounts.of(row.source for row in predictions)
+    within = selection.within_questions(candidates, seed=seed)
+    counts = ParseCounts.of(prediction.source for prediction in predictions)
     if as_json:
-        console.print_json(_make_document(rows, counts, within) + savings)
+        console.print_json(_make_document(rule_results, counts, within) + savings)
         return
-    _print_results(file, rows, savings, counts)
-    if refused:
-        say(f"Left out: {len(refused):,} questions with refused requests.")
-    questions, samples_each = samples.label.shape
-    say(f"N = {questions:,} questions, {samples_each} samples each, {counts.describe()}.")
+    _print_results(file, rule_results, savings, counts)
+    if refused_questions:
+        say(f"Left out: {len(refused_questions):,} questions with refused requests.")
+    question_count, samples_each = candidates.label.shape
+    say(f"N = {question_count:,} questions, {samples_each} samples each, {counts.describe()}.")
     say(_describe_ranking(predictions, tau))
     if written:
         say(written)
-    say(_describe_within(within, questions))
+    say(_describe_within(within, question_count))
     has_label_logprobs = predictions[0].label_logprobs is not None
     if within.pairs and tau is None and has_label_logprobs:
         say("Next: --fit-tau validation.jsonl ranks by the confidence at a temperature fitted on validation answers.")
@@ -163,7 +162,16 @@ class FinalOptions:
 def _check_final_options(
     file: Path, out: Path | None, sizes: Sequence[int], *, rule: str | None, calibrator: Path | None, has_tau: bool
 ) -> None:
-    """Refuse combinations of options for the final answers that do not make sense."""
+    """Refuse combinations of options for the final answers that do not make sense.
+
+    Args:
+        file: The file of samples.
+        out: The value of --out.
+        sizes: The values of --k.
+        rule: The value of --rule.
+        calibrator: The value of --calibrator.
+        has_tau: Whether --tau or --fit-tau is given.
+    """
     from catto.metrics.selection import RULES
 
     if out is None:
@@ -173,18 +181,28 @@ def _check_final_options(
     if rule is None or len(sizes) > 1 or has_tau:
         refuse("--out: needs --rule and one --k, and accepts --calibrator instead of --tau and --fit-tau")
     console.check_name("--rule", rule, RULES)
-    console.writable_file("--out", out, ".jsonl", source=file)
+    console.require_writable_file("--out", out, ".jsonl", source=file)
 
 
-def _read_samples(file: Path, refused: set[str]) -> list[Prediction]:
+def _read_samples(file: Path, refused_questions: set[str]) -> list[Prediction]:
     """Read the predictions for all questions without refused requests."""
     try:
-        return [row for row in read_records(file, Prediction) if row.question not in refused]
+        return [row for row in read_records(file, Prediction) if row.question not in refused_questions]
     except DataError as error:
         refuse(f"{error}; expected the predictions that catto eval writes")
 
 
+def _merge_equivalent(predictions: list[Prediction], command: str) -> list[Prediction]:
+    """Return the predictions with one text for all answers that the program of --equivalent calls equivalent."""
+    from catto.answer.equivalence_process import EquivalenceProcess
+    from catto.elicit import merge_predictions
+
+    with console.refuse_errors(), EquivalenceProcess(command) as process:
+        return merge_predictions(predictions, process)
+
+
 def _fit_temperature(file: Path) -> float:
+    """Return the temperature that calibrates the confidences of a file best; warn if the best one may lie outside."""
     from catto.metrics.temperature import fit_tau
 
     scaling = fit_tau(list(read_records(file, Prediction)))
@@ -201,27 +219,31 @@ def _write_final_answers(out: Path, predictions: list[Prediction], final: FinalO
     from catto.calibrate import open_fitted, write_final
 
     fitted: Fitted | None = None
-    ranked = predictions
     fitted_protocol = None
+    ranked = predictions  # the samples with the confidences that decide when sampling stops
     if calibrator is not None:
         fitted = open_fitted(calibrator)
-        ranked = fitted.calibrate_samples(predictions)
         fitted_protocol = fitted.protocol
+        ranked = fitted.calibrate_samples(predictions)
     protocol = _make_protocol(ranked, final, fitted_protocol)
     # Only this rule needs the gold labels of these questions to choose where sampling stops.
     own_stop = final.stop is None and final.rule == MOST_CONFIDENT
-    mean = _average_answers(write_final(out, predictions, protocol, fitted, own_stop=own_stop))
+    answers = write_final(out, predictions, protocol, fitted, own_stop=own_stop)  # calibrates the predictions itself
+    mean = _average_answers(answers)
     chosen = f"the {final.rule} of {final.k} ({mean['samples']:.2f} samples on average)"
     return f"Wrote {out}: {chosen}, accuracy {100 * mean['accuracy']:.1f} %."
 
 
 def _make_protocol(rows: list[Prediction], final: FinalOptions, fitted_protocol: Protocol | None = None) -> Protocol:
-    """Describe how one answer is chosen from the first k samples, and choose the stopping confidence if it is missing.
+    """Describe how one answer is chosen from the first k samples.
+
+    If sampling may stop early and `final` has no stopping confidence, it is chosen on these samples.
 
     Args:
         rows: The samples.
         final: How one of them is chosen.
-        fitted_protocol: Protocol of the calibrator. Its fallback is used if either file has no forced answers.
+        fitted_protocol: Protocol of the final answers that the calibrator was fitted on; None without a calibrator, or
+            if it was fitted on single samples.
 
     Raises:
         ValueError: The samples differ in their temperature or their kind of confidence.
@@ -237,8 +259,11 @@ def _make_protocol(rows: list[Prediction], final: FinalOptions, fitted_protocol:
         raise ValueError(f"samples with {len(kinds)} different kinds of confidence, expected one")
     kind = kinds.pop()
     fallback = _find_fallback(rows)
-    if fitted_protocol is not None and None in (fallback, fitted_protocol.fallback):
-        fallback = fitted_protocol.fallback
+    if fitted_protocol is not None:
+        # A calibrator is refused for a different protocol. Answers of which none was forced fit every fallback.
+        fits_calibrator = fallback is None or fitted_protocol.fallback is None
+        if fits_calibrator:
+            fallback = fitted_protocol.fallback
     return Protocol(
         rule=final.rule,
         k=final.k,
@@ -250,15 +275,18 @@ def _make_protocol(rows: list[Prediction], final: FinalOptions, fitted_protocol:
 
 
 def _choose_stop(rows: list[Prediction], final: FinalOptions) -> float:
-    """Choose the stopping confidence on the first k samples; votes need none, they stop when they are settled."""
+    """Choose the stopping confidence on the first k samples.
+
+    A vote stops when it is settled, at any confidence. For a vote, the result is 1 and only says that it may stop.
+    """
     from catto.metrics.selection import choose_stop, gather_candidates, samples_by_question
 
     if final.rule != MOST_CONFIDENT:
         return 1.0
-    first: list[Prediction] = []
+    first_samples: list[Prediction] = []
     for samples in samples_by_question(rows):
-        first += samples[: final.k]
-    return choose_stop(gather_candidates(first))
+        first_samples += samples[: final.k]
+    return choose_stop(gather_candidates(first_samples))
 
 
 def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | None:
@@ -277,7 +305,16 @@ def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | No
 
 
 def _measure_adaptive(predictions: list[Prediction], sizes: Sequence[int], stop: float | None) -> list[dict[str, Any]]:
-    """Return the mean samples, tokens and accuracy of each rule, with all k samples and with stopping early."""
+    """Compare taking all k samples with stopping early, for each rule that can stop early.
+
+    Args:
+        predictions: The samples, with the confidences that rank them.
+        sizes: The values of k.
+        stop: Confidence at which the most confident rule stops; None chooses it on these samples.
+
+    Returns:
+        For each k, rule and way of sampling: the mean number of samples and tokens, and the accuracy.
+    """
     from catto.calibrate import final_answers
     from catto.metrics.selection import VOTES
 
@@ -295,7 +332,7 @@ def _measure_adaptive(predictions: list[Prediction], sizes: Sequence[int], stop:
 
 
 def _average_answers(answers: Sequence[FinalAnswer]) -> dict[str, Any]:
-    """Return the mean samples, tokens and accuracy. Tokens are None unless they are known for all answers."""
+    """Return the mean number of samples and tokens, and the accuracy; `tokens` is None if they are not always known."""
     count = len(answers)
     tokens = [answer.tokens for answer in answers if answer.tokens is not None]
     mean_tokens = None
@@ -311,12 +348,12 @@ def _average_answers(answers: Sequence[FinalAnswer]) -> dict[str, Any]:
 # ---- printing
 
 
-def _make_document(rows: Sequence[Selected], counts: ParseCounts, within: Within) -> list[dict[str, Any]]:
+def _make_document(rule_results: Sequence[Selected], counts: ParseCounts, within: Within) -> list[dict[str, Any]]:
     """Return the JSON document for the rules: each entry repeats what is known about the whole file."""
     from catto.measure import jsonable
 
     whole_file = {"fallback_rate": counts.share("fallback"), "sources": jsonable(counts), "within": jsonable(within)}
-    return [{**jsonable(row), **whole_file} for row in rows]
+    return [{**jsonable(result), **whole_file} for result in rule_results]
 
 
 def _describe_within(within: Within, questions: int) -> str:
@@ -336,36 +373,40 @@ def _describe_ranking(predictions: Sequence[Prediction], tau: float | None) -> s
 
 
 def _print_results(
-    file: Path, rows: Sequence[Selected], savings: Sequence[dict[str, Any]], counts: ParseCounts
+    file: Path, rule_results: Sequence[Selected], savings: Sequence[dict[str, Any]], counts: ParseCounts
 ) -> None:
     """Print a warning if many answers are forced, the table of rules, and what stopping early saves."""
     if counts.warning is not None:
         say(counts.warning)
-    _print_rules(str(file), rows, counts)
+    _print_rules(str(file), rule_results, counts)
     if savings:
         _print_savings(savings)
 
 
-def _print_rules(title: str, rows: Sequence[Selected], counts: ParseCounts) -> None:
+def _print_rules(title: str, rule_results: Sequence[Selected], counts: ParseCounts) -> None:
+    """Print a table with the accuracy and ECE of each rule; the share of forced answers is that of the whole file."""
     fallback = f"{100 * counts.share('fallback'):.1f} %"
-    cells = []
-    for row in rows:
-        accuracy = f"{format_number(row.accuracy, percent=True)}\n{format_interval(row, percent=True)}"
-        subsets = f"{row.subsets:,}" if row.exact else f"{row.subsets:,} drawn"
-        cells.append([row.rule, str(row.k), accuracy, format_number(row.ece, percent=True), subsets, fallback])
-    console.show_table(title, ("rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback"), cells)
+    rows = []
+    for result in rule_results:
+        accuracy = f"{format_number(result.accuracy, percent=True)}\n{format_interval(result, percent=True)}"
+        ece = format_number(result.ece, percent=True)
+        subsets = f"{result.subsets:,}" if result.exact else f"{result.subsets:,} drawn"
+        rows.append([result.rule, str(result.k), accuracy, ece, subsets, fallback])
+    console.show_table(title, ("rule", "k", "accuracy\n95 % interval", "ECE", "subsets", "fallback"), rows)
 
 
 def _print_savings(savings: Sequence[dict[str, Any]]) -> None:
-    cells = []
+    """Print a table of what `_measure_adaptive` measured."""
+    rows = []
     for mean in savings:
         tokens = "-" if mean["tokens"] is None else f"{mean['tokens']:.0f}"
         accuracy = format_number(mean["accuracy"], percent=True)
-        cells.append([mean["rule"], str(mean["k"]), _format_stop(mean), f"{mean['samples']:.2f}", tokens, accuracy])
-    console.show_table("Stopping early", ("rule", "k", "stop", "samples", "tokens", "accuracy"), cells)
+        rows.append([mean["rule"], str(mean["k"]), _format_stop(mean), f"{mean['samples']:.2f}", tokens, accuracy])
+    console.show_table("Stopping early", ("rule", "k", "stop", "samples", "tokens", "accuracy"), rows)
 
 
 def _format_stop(mean: dict[str, Any]) -> str:
+    """Format when sampling stops: at a confidence, when a vote is settled, or only after all samples (a dash)."""
     if mean["stop"] is None:
         return "-"
     if mean["rule"] == MOST_CONFIDENT:

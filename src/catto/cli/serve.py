@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from catto.cli.console import check_name, refuse, refuse_errors, require_package, say, warn, writable_file
+from catto.cli.console import check_name, refuse, refuse_errors, require_package, require_writable_file, say, warn
 from catto.cli.data import choose_source
 from catto.cli.options import ADVANCED, INPUT, MODEL, OUTPUT, Real, expand_options, list_tasks
 from catto.engines.replies import ServerError
 from catto.io.record_files import read_record
 from catto.prompts import OPEN_WORDING
-from catto.recipe.settings import MOST_SAMPLES
+from catto.recipe.settings import MAX_SAMPLES
 from catto.records import ConfidenceKind, Grade, Protocol
 from catto.tasks import TASKS
 from catto.tasks.answer_map import AnswerMap
@@ -40,7 +40,7 @@ class AnsweringOptions:
         int | None,
         Option(
             min=1,
-            max=MOST_SAMPLES,
+            max=MAX_SAMPLES,
             help="Number of samples per question.",
             show_default="as in the threshold file, else 1",
             rich_help_panel=MODEL,
@@ -102,7 +102,7 @@ class GatewayOptions:
         int,
         Option(
             min=1,
-            max=MOST_SAMPLES,
+            max=MAX_SAMPLES,
             help="Maximum number of samples that a client may request.",
             rich_help_panel=ADVANCED,
         ),
@@ -177,26 +177,26 @@ def serve(
 
     served = _find_task(task)
     if options.log is not None:
-        writable_file("--log", options.log)
+        require_writable_file("--log", options.log)
     calibration = _read_calibration(calibrator, threshold)
-    key = os.environ.get("CATTO_API_KEY", "").strip() or None
-    if key is None and options.host not in LOCAL_HOSTS:
-        warn(f"CATTO_API_KEY is not set: everyone who reaches {options.host} can use the upstream")
+    client_key = _read_client_key(options.host)
+    # Wrong options are refused before the server is asked.
     protocol = _check_kind(_choose_protocol(answering, calibration), served)
     engine = _connect_upstream(upstream, model, options)
-    model_folder = Path(engine.served_name)
+    model_folder = Path(engine.served_name)  # local servers name a model after its folder
     if calibrator is None and threshold is None and has_calibrator(model_folder):
         calibration = _read_calibration(model_folder, None)
         protocol = _check_kind(_choose_protocol(answering, calibration), served)
         say(f"Using the calibrator of {model_folder}.")
-    if not engine.can_continue and protocol.fallback is not None:
-        protocol = protocol.model_copy(update={"fallback": "none"})  # no label can be forced on this server
+    can_force_label = engine.can_continue  # a label is forced by continuing the response
+    if protocol.fallback is not None and not can_force_label:
+        protocol = protocol.model_copy(update={"fallback": "none"})
     _warn_about_protocol(protocol, engine.model, calibration)
     limits = Limits(
         concurrency=options.concurrency,
-        max_k=max(options.max_k, protocol.k),
+        max_k=max(options.max_k, protocol.k),  # requests without k of their own use that of the protocol
         deadline=options.deadline,
-        key=key,
+        key=client_key,
     )
     answerer = _make_answerer(engine, calibration, served, options.abstention)
     port = _find_port(options.host, options.port)
@@ -224,13 +224,13 @@ class ServedTask:
 
 @dataclass(frozen=True)
 class ServedCalibration:
-    """The calibrator and the threshold in use, each None if there is none, with the paths they were read from.
+    """The calibrator and the threshold in use, and the paths from which they were read.
 
     Attributes:
-        fitted: The calibrator.
-        calibrator_path: Its path.
-        risk_threshold: The threshold.
-        threshold_path: Its path; that of the calibrator if both are in a model's folder.
+        fitted: The calibrator; None if answers are not calibrated.
+        calibrator_path: Its file, or the folder of its model; None if answers are not calibrated.
+        risk_threshold: The threshold below which the gateway abstains; None if it never abstains.
+        threshold_path: Its file, or the folder of its model; has no meaning without a threshold.
     """
 
     fitted: Fitted | None
@@ -239,7 +239,18 @@ class ServedCalibration:
     threshold_path: Path | None
 
 
+def _read_client_key(host: str) -> str | None:
+    """Return the key that clients must send; warn if there is none and other machines can reach the gateway."""
+    key = os.environ.get("CATTO_API_KEY", "").strip()
+    if key:
+        return key
+    if host not in LOCAL_HOSTS:
+        warn(f"CATTO_API_KEY is not set: everyone who reaches {host} can use the upstream")
+    return None
+
+
 def _find_task(task: str) -> ServedTask:
+    """Return the properties of a task, given by its name or its YAML file; refuse an unknown task."""
     with refuse_errors(place="--task: "):
         source = choose_source(task)
     if isinstance(source, str):
@@ -247,10 +258,13 @@ def _find_task(task: str) -> ServedTask:
         source = TASKS[source]
     if source.labels:
         return ServedTask(source.labels)
-    wording = OPEN_WORDING.get(source.name)
+    grade: Grade | None = "number"  # the only task without options and without a map has numbers as answers
     row_map = next(iter(source.maps), None)
-    grade = row_map.grade if isinstance(row_map, AnswerMap) else "number"
-    return ServedTask((), grade or "exact", brief=wording is not None and wording.brief)
+    if isinstance(row_map, AnswerMap):
+        grade = row_map.grade
+    wording = OPEN_WORDING.get(source.name)
+    is_brief = wording is not None and wording.brief
+    return ServedTask((), grade or "exact", brief=is_brief)
 
 
 def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
@@ -271,7 +285,13 @@ def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
 
 
 def _read_calibration(calibrator: Path | None, threshold: Path | None) -> ServedCalibration:
-    """Read the calibrator and the threshold; refuse a threshold that was fitted with a different calibrator."""
+    """Read the calibrator and the threshold; refuse a threshold that was fitted with a different calibrator.
+
+    Args:
+        calibrator: File of a calibrator, or folder of a model with a calibrator and perhaps a threshold; None for no
+            calibrator.
+        threshold: File of a threshold; None uses that of the model's folder, if there is one.
+    """
     from catto.calibrate import RiskThreshold
     from catto.model_calibration import load_calibrator
 
@@ -292,7 +312,10 @@ def _read_calibration(calibrator: Path | None, threshold: Path | None) -> Served
 
 
 def _choose_protocol(answering: AnsweringOptions, calibration: ServedCalibration) -> Protocol:
-    """Return the protocol of the threshold, else of the calibrator, else the default one, changed by the options."""
+    """Return the protocol of the threshold, else of the calibrator, else the default one, changed by the options.
+
+    An option that is not given leaves the protocol as it is.
+    """
     from catto.metrics.selection import RULES
 
     protocol = DEFAULT_PROTOCOL
@@ -301,8 +324,8 @@ def _choose_protocol(answering: AnsweringOptions, calibration: ServedCalibration
         protocol = calibration.risk_threshold.protocol
     elif fitted is not None and fitted.protocol is not None:
         protocol = fitted.protocol
-    chosen_options = {name: value for name, value in asdict(answering).items() if value is not None}
-    protocol = protocol.model_copy(update=chosen_options)
+    given_options = {name: value for name, value in asdict(answering).items() if value is not None}
+    protocol = protocol.model_copy(update=given_options)
     check_name("--rule", protocol.rule, RULES)
     if protocol.k > 1 and protocol.temperature == 0:
         refuse(f"--k {protocol.k} at temperature 0: all samples would be the same, give a --temperature")
@@ -310,15 +333,21 @@ def _choose_protocol(answering: AnsweringOptions, calibration: ServedCalibration
 
 
 def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions) -> ServerEngine:
-    """Find the model on the upstream server, and test which features the server has."""
+    """Find the model on the upstream server, and test which features the server has.
+
+    Args:
+        upstream: Address of the server.
+        model: Name of the model on the server; None means the only one, and refuses a server with several.
+        options: Options of the gateway.
+    """
     from catto.engines.server import ServerEngine
 
     with refuse_errors(ServerError, place="--upstream: "):
         engine = ServerEngine(
             upstream,
-            model or "",
-            max_retries=2,
-            top_logprobs=20,
+            model or "",  # `find_model` sets the name
+            max_retries=2,  # a client is waiting for the reply
+            top_logprobs=20,  # the maximum; `probe` lowers it to what the server accepts
             timeout=options.deadline,
             deadline=options.deadline,
             concurrency=options.concurrency,
@@ -345,7 +374,14 @@ def _make_answerer(
 
 
 def _warn_about_protocol(protocol: Protocol, model: str, calibration: ServedCalibration) -> None:
-    """Warn if the gateway chooses answers differently from those that the calibrator or the threshold was fitted on."""
+    """Warn if the gateway's answers differ from those that the threshold or the calibrator was fitted on.
+
+    Args:
+        protocol: How the gateway chooses an answer.
+        model: Name of the model on the server.
+        calibration: The calibrator and the threshold. Each was fitted on answers of a protocol; a calibrator of single
+            samples has none and fits every protocol. A threshold may also list the models of these answers.
+    """
     fitted = calibration.fitted
     risk_threshold = calibration.risk_threshold
     threshold_path = calibration.threshold_path
@@ -359,7 +395,8 @@ def _warn_about_protocol(protocol: Protocol, model: str, calibration: ServedCali
             f"{calibration.calibrator_path}: was fitted on answers with {fitted.protocol!r}, but this gateway uses "
             f"{protocol!r}: no answer is calibrated"
         )
-    if risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models:
+    has_other_model = risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models
+    if risk_threshold is not None and has_other_model:
         models = ", ".join(risk_threshold.models)
         warn(f"{threshold_path}: was fitted on answers of {models}: no answer of {model} has the guarantee")
 

@@ -59,37 +59,46 @@ def train(
     """
     from catto.pipeline.plan import Graph, open_recipe
 
-    trained_method = strip_scaling(method)
-    is_rescaled = trained_method != method and trained_method in METHODS
-    if is_rescaled:
-        refuse(f"--method: {method} only rescales the confidence of {trained_method}: train that")
-    check_name("--method", method, METHODS)
-    named = override_task(sets, task, questions)
-    overrides = named.overrides
+    _check_method_name(method)
+    recipe_task = override_task(sets, task, questions)
     launch = {"launch.processes": processes, "launch.config": config}
-    overrides += [f"{name}={value}" for name, value in launch.items() if value is not None]
-    chosen = open_recipe(recipe, overrides)
-    if METHODS[method].stage == "base":
-        refuse(f"--method: {method} is the given model itself, which is not trained")
-    needed_start = METHODS[method].only_from
-    if needed_start not in (None, chosen.start):
-        refuse(f"--method: {method} needs start: {needed_start}, but the recipe has start: {chosen.start}")
+    launch_overrides = [f"{name}={value}" for name, value in launch.items() if value is not None]
+    opened = open_recipe(recipe, [*recipe_task.overrides, *launch_overrides])
+    _check_method(method, opened)
     if seed is None:
-        seed = chosen.seeds[0]
-    budget = budget or chosen.budgets[0]
-    check_name("--seed", str(seed), [str(known) for known in chosen.seeds])
-    check_name("--budget", budget, chosen.budgets)
-    task = _choose_task(chosen, named.name)
-    root = choose_folder(chosen, out)
-    goal = Graph(chosen).plan_choice(task, seed, method, budget)
-    run_missing(recipe, chosen, root, [goal])
+        seed = opened.seeds[0]
+    budget = budget or opened.budgets[0]
+    check_name("--seed", str(seed), [str(known) for known in opened.seeds])
+    check_name("--budget", budget, opened.budgets)
+    task = _choose_task(opened, recipe_task.name)
+    root = choose_folder(opened, out)
+    goal = Graph(opened).plan_choice(task, seed, method, budget)
+    run_missing(recipe, opened, root, [goal])
     trained = resolve_choice(root, goal)
     say(f"{method} on {task}, seed {seed}, learning rate {trained.settings.learning_rate:g}")
     say(str(stage_dir(root, trained) / "model"))
 
 
+def _check_method_name(method: str) -> None:
+    """Refuse an unknown method, and one such as `dpo+ts`, which rescales confidences but has no training of its own."""
+    trained_method = strip_scaling(method)
+    is_rescaled = trained_method != method and trained_method in METHODS
+    if is_rescaled:
+        refuse(f"--method: {method} only rescales the confidence of {trained_method}: train that")
+    check_name("--method", method, METHODS)
+
+
+def _check_method(method: str, recipe: Recipe) -> None:
+    """Refuse a method that is not trained, or that needs a different start model than the recipe's."""
+    if METHODS[method].stage == "base":
+        refuse(f"--method: {method} is the given model itself, which is not trained")
+    needed_start = METHODS[method].only_from
+    if needed_start not in (None, recipe.start):
+        refuse(f"--method: {method} needs start: {needed_start}, but the recipe has start: {recipe.start}")
+
+
 def _choose_task(recipe: Recipe, named: str | None) -> str:
-    """Return the named task, else the task the recipe trains on, else its only task."""
+    """Return the named task, else the task that the recipe trains on, else its only task; refuse an unknown task."""
     if named is None and recipe.train_on is None and len(recipe.tasks) > 1:
         refuse(f"--task: the recipe has several, name one of {', '.join(recipe.tasks)}")
     task = named or recipe.train_on or next(iter(recipe.tasks))

@@ -8,7 +8,8 @@ so that the user can name them as columns.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,18 +23,21 @@ from catto.formats.openai import is_completion, list_labels, read_completion
 from catto.formats.uqlm import is_uqlm, read_uqlm
 from catto.io.tables import read_rows
 
+# Takes a record and the columns that the user named; returns catto's own fields.
+RecordReader = Callable[[Fields, ColumnNames], dict[str, Any]]
+
 
 class LogFormat(NamedTuple):
     """How to recognise and read the logs of a tool.
 
     Attributes:
-        is_written_by_tool: First record of a file -> whether the tool wrote the file.
-        read_record: (record, names, labels of the file) -> catto's own fields. Only "openai" needs the labels. It
-            raises KeyError, ValueError, TypeError, AttributeError or IndexError for a record that it cannot read.
+        is_written_by_tool: Takes the first record of a file; returns whether the tool wrote the file.
+        read_record: Reads a record. If it cannot, it raises KeyError, ValueError, TypeError, AttributeError or
+            IndexError.
     """
 
     is_written_by_tool: Callable[[Fields], bool]
-    read_record: Callable[[Fields, ColumnNames, Sequence[str]], dict[str, Any]]
+    read_record: RecordReader
 
 
 LOG_FORMATS = {
@@ -46,7 +50,7 @@ LOG_FORMATS = {
 
 
 def find_format(first: Fields, names: ColumnNames) -> str:
-    """Return the name of the tool that wrote a file with this first row.
+    """Return the tool that the user named, or else the tool that wrote a file with this first row.
 
     A table with the column `confidence` is in catto's own format, and so is a table that matches no tool.
     """
@@ -69,8 +73,8 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
             tool.
 
     Yields:
-        (row number, fields). If another tool wrote the file, the fields are a ChainMap of catto's own fields and those
-        of the tool's record, so that the user can name any of these as a column.
+        (row number, fields). If another tool wrote the file, the fields are catto's own fields, followed by those of
+        the tool's record in a ChainMap, so that the user can name any of these as a column.
 
     Raises:
         DataError: While iterating: the file cannot be read, or a row is not a record of the tool.
@@ -86,29 +90,29 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
     if tool == "catto":
         yield from records
         return
-    labels: list[str] = []
+    read_record = LOG_FORMATS[tool].read_record
     if tool == "openai" and names.gold is not None:
-        # A completion does not list the labels. They are collected from the right answers of the whole file. Without
-        # the name of that column, `read_completion` raises an error.
+        # A completion does not list the labels of its question, so they are collected from the right answers of the
+        # whole file. If the user did not name the column of right answers, `read_completion` says so.
         records = list(records)
         labels = list_labels(path, records, names.gold)
+        read_record = partial(read_completion, labels=labels)
     for row, record in records:
         if tool == "lm-eval":
             _require_one_filter(path, row, record, first_record)
-        own_fields = _read_log_record(path, row, record, tool=tool, names=names, labels=labels)
+        own_fields = _read_log_record(path, row, record, tool=tool, read_record=read_record, names=names)
         yield row, ChainMap(own_fields, record)
 
 
 def _read_log_record(
-    path: Path, row: int, record: Fields, *, tool: str, names: ColumnNames, labels: Sequence[str]
+    path: Path, row: int, record: Fields, *, tool: str, read_record: RecordReader, names: ColumnNames
 ) -> dict[str, Any]:
     """Return catto's own fields of a record; any error of the tool's reader becomes a DataError with file and row.
 
     A reader knows neither file nor row, so it never raises a DataError itself.
     """
-    read_record = LOG_FORMATS[tool].read_record
     try:
-        return read_record(record, names, labels)
+        return read_record(record, names)
     except KeyError as error:
         raise DataError(path, row, f"{error.args[0]}: missing, expected a record of {tool}") from None
     except ValueError as error:

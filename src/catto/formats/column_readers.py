@@ -23,8 +23,10 @@ class ColumnReader(NamedTuple):
     """The two ways to read a column.
 
     Attributes:
-        read_cell: (column name, fields of a row) -> value. It raises ValueError for a bad cell.
-        read_column: Arrow column -> all values, the same as from `read_cell`. None if a cell needs `read_cell`.
+        read_cell: Takes the name of the column and the fields of a row; returns the value. It raises ValueError for a
+            bad cell.
+        read_column: Takes an Arrow column; returns all values, equal to those of `read_cell`. It returns None if it
+            cannot read a cell. Then the file is read cell by cell, and `read_cell` reads or rejects this cell.
     """
 
     read_cell: Callable[[str, Fields], Any]
@@ -59,24 +61,27 @@ def _read_truths(column: Any) -> Bools | None:
 
 
 def _read_texts(column: Any) -> list[str] | None:
-    """Return texts, also from whole numbers; None if a text is empty, padded, or a number such as 1.0.
+    """Return the values of a column of texts or whole numbers as texts; None if `text_of` must read a cell.
 
-    `text_of` rejects empty texts and changes the other two, so such a column is read cell by cell.
+    `text_of` rejects an empty text, removes white space at both ends, and shortens 1.0 to 1.
     """
     from pyarrow import compute
 
-    kind = str(column.type)
-    if kind == "int64":
-        column = column.cast("string")
-    elif kind != "string":
+    texts: list[str]
+    column_type = str(column.type)
+    if column_type == "int64":
+        texts = column.cast("string").to_pylist()
+        return texts
+    if column_type != "string":
         return None
-    # Matches an empty text, white space at either end, and a final point with or without zeros.
+    # Matches an empty text, white space at either end, and a final point with or without zeros. The last case includes
+    # texts that `text_of` leaves unchanged, such as `etc.`: reading them cell by cell is slower, but gives the same.
     needs_text_of = compute.match_substring_regex(column, r"^$|^\s|\s$|\.0*$")
-    is_ascii = compute.all(compute.string_is_ascii(column)).as_py()
     if compute.any(needs_text_of).as_py():
         return None
-    texts: list[str] = column.to_pylist()
-    # Arrow's regular expressions match only ASCII white space.
+    texts = column.to_pylist()
+    # Arrow's \s matches only ASCII white space, but `str.strip` removes all white space.
+    is_ascii = compute.all(compute.string_is_ascii(column)).as_py()
     if not is_ascii and any(text != text.strip() for text in texts):
         return None
     return texts
@@ -103,18 +108,18 @@ def read_table_columns(table: Any, wanted: Mapping[str, tuple[ColumnReader, str]
 
     Args:
         table: A `pyarrow.Table` without nulls.
-        wanted: Name of the result -> its reader and the name in the table.
+        wanted: Key of the result -> the reader of the column, and its name in the table.
 
     Returns:
-        Name -> values. None if the table must be read cell by cell: a column is missing or occurs twice, or a cell
-        needs `read_cell`.
+        Key -> all values of the column. None if the table must be read cell by cell: a column is missing or occurs
+        twice, or its reader cannot read it as a whole.
     """
     columns: dict[str, Any] = {}
-    for name, (reader, column_name) in wanted.items():
+    for key, (reader, column_name) in wanted.items():
         if table.column_names.count(column_name) != 1:
             return None
         values = reader.read_column(table.column(column_name))
         if values is None:
             return None
-        columns[name] = values
+        columns[key] = values
     return columns

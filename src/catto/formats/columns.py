@@ -28,18 +28,20 @@ TRUTH_OF_WORD = {
 
 @dataclass(frozen=True)
 class ColumnNames:
-    """The columns of a file of answers; `a.b` is field b inside a.
+    """The columns of a file of answers, and how to read them. A column `a.b` is field b inside field a.
 
     Attributes:
-        confidence: The probability of the answer.
-        correct: Whether the answer is right.
-        by: The column that splits the file into slices, one per value.
-        prediction: The answer; None means `label`.
-        gold: The right answer; None means `gold`.
-        positive: The one of two labels whose probability is in the column `confidence`.
-        format: The tool that wrote the file.
-        length_normalised: Whether to divide the log-likelihood of each choice by its number of characters.
-        question: The id of the question; None means the first of QUESTION_COLUMNS in the file.
+        confidence: Column with the probability of the answer.
+        correct: Column that says whether the answer is right.
+        by: Column whose values divide the file into slices; None if there are no slices.
+        prediction: Column with the answer; None means `label`.
+        gold: Column with the right answer; None means `gold`.
+        positive: With two labels, the one whose probability is in the column `confidence`. None means that the column
+            has the probability of the answer.
+        format: The tool that wrote the file; `auto` recognises it by the first row.
+        length_normalised: For logs of lm-evaluation-harness: whether to divide the log-likelihood of each choice by its
+            number of characters.
+        question: Column with the id of the question; None means the first of QUESTION_COLUMNS in the file.
     """
 
     confidence: str = "confidence"
@@ -51,6 +53,14 @@ class ColumnNames:
     format: Format = "auto"
     length_normalised: bool = False
     question: str | None = None
+
+    @property
+    def has_default_confidence(self) -> bool:
+        """Whether the confidence is in the default column, which readers of logs fill with the tool's own confidence.
+
+        Naming the default column with `--confidence confidence` has the same effect as leaving out the option.
+        """
+        return self.confidence == "confidence"
 
 
 def probability_of(name: str, fields: Fields) -> float:
@@ -143,22 +153,29 @@ def logprob_of(value: object, name: str) -> float:
     >>> logprob_of(1e-7, "logprob")
     0.0
     """
-    expected = f"{name}: expected a log-probability of at most 0, got {reprlib.repr(value)}"
+    problem = f"{name}: expected a log-probability of at most 0, got {reprlib.repr(value)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(expected)
-    if not value <= LOGPROB_NOISE:  # True for NaN, too
-        raise ValueError(expected)
+        raise ValueError(problem)
+    if not value <= LOGPROB_NOISE:  # unlike `value > LOGPROB_NOISE`, also true for NaN
+        raise ValueError(problem)
     try:
         return min(float(value), 0.0)
-    except OverflowError:  # a whole number of more than 308 digits
+    except OverflowError:  # a negative whole number of more than 308 digits
         return -inf
 
 
 def logprobs_of(fields: Fields) -> dict[str, float]:
-    """Return `label_logprobs`: label -> log-probability, finite and at most 0 (rounding noise counts as 0).
+    """Read the field `label_logprobs` of a row.
+
+    Args:
+        fields: The fields of the row.
+
+    Returns:
+        Label -> log-probability, finite and at most 0. Rounding noise above 0 counts as 0.
 
     Raises:
-        ValueError: The field is missing or empty, a number is out of range, or two labels are equal, such as 1 and 1.0.
+        ValueError: The field is missing or empty, a number is out of range, or two labels are equal. Labels are
+            normalised first, so 1 and 1.0 are equal.
     """
     logprobs = find_field(fields, "label_logprobs")
     if not isinstance(logprobs, dict) or not logprobs:
@@ -177,14 +194,18 @@ def logprobs_of(fields: Fields) -> dict[str, float]:
 def answer_of(name: str, fields: Fields) -> str | None:
     """Return the label of the answer; None for an empty cell, which means that no answer could be parsed.
 
-    If a row has no field `label`, its answer is the likeliest label in `label_logprobs`.
+    If the row has no field `label`, the answer is the likeliest label in `label_logprobs`; in a tie, the first one.
+
+    Args:
+        name: The field with the answer; `label` unless the user named a different one.
+        fields: The fields of the row.
 
     Raises:
-        ValueError: The field is missing or nested.
+        ValueError: The field is missing or nested, or `label_logprobs` is needed and cannot be read.
     """
     if name == "label" and "label" not in fields:
         logprobs = logprobs_of(fields)
-        return max(logprobs, key=logprobs.__getitem__)
+        return max(logprobs, key=lambda label: logprobs[label])
     value = find_field(fields, name)
     is_blank = isinstance(value, str) and not value.strip()
     if value is None or is_blank:

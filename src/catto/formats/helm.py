@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from catto.formats.columns import ColumnNames, Fields
@@ -13,19 +12,23 @@ def is_helm(record: Fields) -> bool:
     return {"instance_id", "stats"} <= record.keys()
 
 
-def read_helm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
-    """Read an entry of `per_instance_stats.json`.
+def read_helm(record: Fields, names: ColumnNames) -> dict[str, Any]:
+    """Read an entry of `per_instance_stats.json`, which has the statistics of one answer.
 
     Args:
         record: The entry.
         names: The columns the user named.
 
     Returns:
-        Every statistic under its own name, and `question`, `correct`, `perturbation` and `confidence`. The default
-        grade is `exact_match`; the default confidence is `max_prob`.
+        The mean of every statistic under the statistic's name (of several with the same name, the last one), and:
+
+        - `question`: the id of the instance;
+        - `correct`: the statistic `exact_match`; None if there is none;
+        - `perturbation`: how HELM changed the question; `none` if it did not;
+        - `confidence`: the statistic `max_prob`. It is not set if the user named a confidence column.
 
     Raises:
-        KeyError: A field is missing. `max_prob` is required only if the user named no confidence.
+        KeyError: A field is missing, or the statistic `max_prob` if it is needed.
     """
     answer: dict[str, Any] = {}
     for statistic in record["stats"]:
@@ -35,6 +38,6 @@ def read_helm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dic
     answer["correct"] = answer.get("exact_match")
     perturbation = record.get("perturbation") or {}
     answer["perturbation"] = perturbation.get("name", "none")
-    if names.confidence == "confidence":
+    if names.has_default_confidence:
         answer["confidence"] = answer["max_prob"]
     return answer

@@ -14,11 +14,12 @@ from catto.errors import DataError, join_names, shorten_text
 from catto.formats.columns import ColumnNames, Fields
 from catto.formats.token_labels import read_label_token
 from catto.io.tables import Rows, check_finished
-from catto.io.text_files import MOST_JSON_BYTES, check_value_count, open_input, parse_object
+from catto.io.text_files import MAX_JSON_BYTES, check_value_count, open_input, parse_object
 
 ZSTANDARD = 93  # a compression method that Python's zipfile supports only from 3.14 on
 HEADER = "header.json"
 CHUNK_BYTES = 1 << 20  # decompressed at a time
+LOCAL_HEADER_BYTES = 30  # size of the header in front of each file in a zip archive
 # inspect_ai's grades for a right, a wrong and a missing answer. Its "P", partially right, has no boolean value.
 INSPECT_VALUES = {"C": True, "I": False, "N": False}
 # Fields that catto's scorer stores next to the confidence in the metadata of a score.
@@ -27,20 +28,21 @@ SENTENCEPIECE_SPACE = "\u2581"
 
 
 def _map_characters_to_bytes() -> dict[str, int]:
-    """Map each character of a byte-level vocabulary to its byte, as GPT-2 does.
+    """Map each character of a byte-level vocabulary to the byte that it encodes, as GPT-2 does.
 
-    A printable Latin-1 character encodes its own byte. The other bytes are encoded as the characters from 256 on.
+    A visible Latin-1 character encodes its own byte. The other bytes are encoded, in order, as the characters from 256
+    on: a space (byte 32) as Ġ, character 288.
     """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1)}
-    printable |= set(range(ord("\u00ae"), ord("\u00ff") + 1))
+    visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xFF + 1)}
+    visible.remove(0xAD)  # the soft hyphen
     byte_of_character = {}
-    unprintable = 0
+    next_substitute = 256
     for byte in range(256):
-        if byte in printable:
+        if byte in visible:
             byte_of_character[chr(byte)] = byte
         else:
-            byte_of_character[chr(256 + unprintable)] = byte
-            unprintable += 1
+            byte_of_character[chr(next_substitute)] = byte
+            next_substitute += 1
     return byte_of_character
 
 
@@ -70,9 +72,10 @@ def read_samples(path: Path) -> Rows:
                 _check_header(path, file, log)
                 members = [member for member in log.infolist() if member.filename.startswith("samples/")]
                 for number, member in enumerate(members, 1):
-                    text = _decompress_member(path, number, file, log, member).decode()
+                    text = _decompress_member(path, number, file=file, log=log, member=member).decode()
                     check_value_count(path, number, text)
                     yield number, parse_object(path, number, text)
+        # zipfile raises NotImplementedError for features of an archive that it does not support.
         except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError, NotImplementedError) as error:
             raise DataError(path, None, f"broken zip file: {error}") from None
 
@@ -80,19 +83,21 @@ def read_samples(path: Path) -> Rows:
 def _check_header(path: Path, file: IO[bytes], log: zipfile.ZipFile) -> None:
     """Raise DataError if the run failed or did not finish.
 
-    inspect_ai writes the header at the end of a run. Until then, the log has a journal instead.
+    inspect_ai writes the header at the end of a run. Until then, the log has a journal instead. A log with neither of
+    them is not checked.
     """
     names = log.namelist()
     if HEADER in names:
-        member = log.getinfo(HEADER)
-        text = _decompress_member(path, None, file, log, member).decode()
+        text = _decompress_member(path, None, file=file, log=log, member=log.getinfo(HEADER)).decode()
         check_finished(path, parse_object(path, 1, text))
-    elif any(name.startswith("_journal/") for name in names):
-        check_finished(path, {"status": "started"})
+        return
+    has_journal = any(name.startswith("_journal/") for name in names)
+    if has_journal:
+        check_finished(path, {"status": "started"})  # the status that the header would have; raises DataError
 
 
 def _decompress_member(
-    path: Path, row: int | None, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
+    path: Path, row: int | None, *, file: IO[bytes], log: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> bytes:
     """Return the content of a file inside a log.
 
@@ -101,8 +106,8 @@ def _decompress_member(
     Args:
         path: The log, for error messages.
         row: The number of the sample, for error messages; None for the header.
-        file: The open log; `log` reads from the same file object.
-        log: The log, opened as a zip archive.
+        file: The log as a stream of bytes, from which `log` reads too.
+        log: The log as a zip archive.
         member: The file inside the log.
 
     Raises:
@@ -112,7 +117,7 @@ def _decompress_member(
         stream = _open_zstandard(file, member)
     elif member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         stream = log.open(member)
-    else:  # for other methods, zipfile decompresses everything it has read in one go, with no limit
+    else:  # zipfile can read other methods, but without a limit on the decompressed size
         method = member.compress_type
         raise DataError(path, row, f"compressed with method {method}, expected deflate or Zstandard")
     content = bytearray()
@@ -122,40 +127,43 @@ def _decompress_member(
             if not chunk:
                 return bytes(content)
             content += chunk
-            if len(content) > MOST_JSON_BYTES:
-                raise DataError(path, row, f"larger than {MOST_JSON_BYTES // 2**20} MB")
+            if len(content) > MAX_JSON_BYTES:
+                raise DataError(path, row, f"larger than {MAX_JSON_BYTES // 2**20} MB")
 
 
 def _open_zstandard(file: IO[bytes], member: zipfile.ZipInfo) -> Any:
-    """Return a stream that decompresses a file compressed with Zstandard.
+    """Return a stream that decompresses a Zstandard-compressed file inside a log.
 
-    The compressed bytes are read from the open log, which moves its position.
+    Args:
+        file: The log. Its position changes; zipfile sets the position itself before it reads.
+        member: The file inside the log.
     """
     import pyarrow as arrow
 
+    # The file begins with a header of fixed size, the name and an extra field; the compressed bytes follow. The last
+    # four bytes of the header are the lengths of the name and of the extra field.
     file.seek(member.header_offset)
-    # A local header has 30 bytes. It ends in the lengths of the name and of the extra field, which follow the header.
-    header = file.read(30)
-    if len(header) < 30:
+    header = file.read(LOCAL_HEADER_BYTES)
+    if len(header) < LOCAL_HEADER_BYTES:
         raise zipfile.BadZipFile("a file starts beyond the end of the archive")
-    name_length, extra_length = struct.unpack("<HH", header[26:])
+    name_length, extra_length = struct.unpack("<HH", header[-4:])
     file.seek(name_length + extra_length, os.SEEK_CUR)
     compressed = file.read(member.compress_size)
     return arrow.input_stream(arrow.py_buffer(compressed), compression="zstd")
 
 
-def read_inspect(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
+def read_inspect(record: Fields, names: ColumnNames) -> dict[str, Any]:
     """Read the question, the grade and the confidence of a sample.
 
     The confidence is the one in the metadata of the score, or else the probability of the answer's token.
 
     Args:
         record: The sample.
-        names: The columns the user named. `correct` chooses among several scorers.
+        names: The columns the user named. If the sample has several scores, `correct` names the scorer.
 
     Returns:
-        catto's own fields. The grade is in the column `names.correct`. If a sample has neither source of a
-        confidence, `confidence` is missing, and the user must have named a different column.
+        catto's own fields. The grade is in the column `names.correct`. `confidence` is not set if the sample has
+        neither of the two confidences and the user named a different column.
 
     Raises:
         KeyError: A field is missing.
@@ -166,16 +174,10 @@ def read_inspect(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> 
     metadata = score.get("metadata") or {}
     if metadata.get("confidence") is not None:
         return answer | _read_stated_confidence(metadata)
-
     tokens = _find_reply_tokens(record)
     if tokens:
-        labels = _list_choice_labels(record)
-        if not labels:  # an open question: the answer is its only label
-            labels = [str(score.get("answer"))]
-        reply = read_message_text(record["output"]["choices"][0]["message"]["content"])
-        graded_label = score.get("answer") or None
-        return answer | read_reply_tokens(tokens, reply, labels, graded_label)
-    if names.confidence == "confidence":
+        return answer | _read_token_confidence(record, score, tokens)
+    if names.has_default_confidence:
         raise ValueError(
             "found neither metadata.confidence in scores nor logprobs in output.choices.0: name a --confidence"
         )
@@ -205,6 +207,17 @@ def _read_stated_confidence(metadata: Fields) -> dict[str, Any]:
     return stated
 
 
+def _read_token_confidence(sample: Fields, score: Fields, tokens: Sequence[Fields]) -> dict[str, Any]:
+    """Return the probability of the graded answer from the tokens of a sample's first reply."""
+    graded_label = score.get("answer") or None
+    labels = _list_choice_labels(sample)
+    is_open_question = not labels
+    if is_open_question:
+        labels = [str(score.get("answer"))]  # a single label means an open answer
+    reply = read_message_text(sample["output"]["choices"][0]["message"]["content"])
+    return read_reply_tokens(tokens, reply, labels, graded_label)
+
+
 def read_message_text(content: object) -> str:
     """Return the text of a message's content, a string or a list of parts; empty for any other content."""
     if isinstance(content, str):
@@ -221,10 +234,11 @@ def read_message_text(content: object) -> str:
 def read_reply_tokens(
     tokens: Sequence[Fields], reply: str, labels: Sequence[str], graded_label: str | None
 ) -> dict[str, Any]:
-    """Read the probability of the answer from the tokens of a reply, as `read_label_token` does.
+    """Read the probability of the answer at the token where the label begins.
 
-    inspect_ai's own Transformers engine logs tokens in the form of the vocabulary. For a reply in a batch, it also logs
-    the tokens after the end, up to the length of the longest reply. Both are corrected first.
+    inspect_ai's own Transformers engine logs tokens as the vocabulary writes them, such as `ĠB` for ` B`. For a reply
+    in a batch, it also logs the tokens after the end, up to the length of the longest reply. Such tokens are first
+    converted to text, and those after the reply are dropped.
 
     Args:
         tokens: The logged tokens of the reply.
@@ -233,10 +247,13 @@ def read_reply_tokens(
         graded_label: The answer that was graded; None if the reply gives no answer.
 
     Returns:
-        `label`, `confidence` and `source`, and `label_logprobs` if all labels have one.
+        `label`, `confidence` and `source`, and `label_logprobs` if every label has a log-probability. Without a graded
+        label, `label` is None, the source is `fallback`, and the confidence is the probability of the whole reply.
 
     Raises:
-        ValueError: See `read_label_token`.
+        KeyError: A token has no `token` or `logprob`.
+        ValueError: The tokens contain no label, the token at its beginning does not identify it, or the graded label
+            has no log-probability at that token.
     """
     decoded = _decode_tokens(tokens)
     tokens_of_reply = _drop_tokens_after_reply(decoded, reply)
@@ -244,12 +261,14 @@ def read_reply_tokens(
 
 
 def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
-    """Convert tokens in the form of the vocabulary to text.
+    """Convert tokens as the vocabulary writes them to text; return tokens that are already text unchanged.
 
-    All tokens of a reply have the same form. In the form of the vocabulary, the "bytes" of at least one token contain a
-    number above 255.
+    Either all tokens of a reply are text, or none is. The `bytes` of a text are between 0 and 255. For a token of the
+    vocabulary, inspect_ai logs the code points of its characters there. Characters such as Ġ and ▁ are above 255, and
+    at least one token of a reply contains such a character.
     """
-    are_texts = all(max(token.get("bytes") or (0,)) < 256 for token in tokens)
+    highest_bytes = [max(token.get("bytes") or (0,)) for token in tokens]
+    are_texts = max(highest_bytes, default=0) < 256
     if are_texts:
         return tokens
     decoded = []
@@ -264,20 +283,21 @@ def _decode_tokens(tokens: Sequence[Fields]) -> Sequence[Fields]:
 def decode_vocabulary_form(token: str) -> str:
     """Return the text of a token of a byte-level or SentencePiece vocabulary.
 
-    An incomplete character becomes \ufffd. A token of neither kind is returned unchanged.
+    A byte that is only a part of a character becomes \ufffd. A token with characters of neither kind, such as `日`, is
+    returned unchanged.
 
     >>> decode_vocabulary_form("\u0120B"), decode_vocabulary_form("\u2581B"), decode_vocabulary_form("<|im_end|>")
     (' B', ' B', '<|im_end|>')
     """
     if SENTENCEPIECE_SPACE in token:
         return token.replace(SENTENCEPIECE_SPACE, " ")
-    content = bytearray()
+    text_bytes = bytearray()
     for character in token:
         byte = BYTE_OF_CHARACTER.get(character)
-        if byte is None:
+        if byte is None:  # not a token of a byte-level vocabulary
             return token
-        content.append(byte)
-    return content.decode(errors="replace")
+        text_bytes.append(byte)
+    return text_bytes.decode(errors="replace")
 
 
 def _drop_tokens_after_reply(tokens: Sequence[Fields], reply: str) -> Sequence[Fields]:

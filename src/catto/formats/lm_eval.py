@@ -12,6 +12,8 @@ from catto.records import LOGPROB_NOISE
 
 
 class _ScoredChoice(NamedTuple):
+    """The text of a choice, and its log-likelihood: a sum over its tokens."""
+
     text: str
     loglikelihood: float
 
@@ -21,20 +23,15 @@ def is_lm_eval(record: Fields) -> bool:
     return {"doc_id", "filtered_resps"} <= record.keys()
 
 
-def read_lm_eval(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
-    """Read a line of `samples_*.jsonl`.
-
-    The probabilities of a multiple-choice task are the softmax over the log-likelihoods of its choices. With
-    `names.length_normalised`, each log-likelihood is first divided by the number of characters of its choice, as in
-    the harness's `acc_norm`.
+def read_lm_eval(record: Fields, names: ColumnNames) -> dict[str, Any]:
+    """Read a line of `samples_*.jsonl`: the answer to a multiple-choice question, or a generated text.
 
     Args:
         record: The line.
-        names: The columns the user named.
+        names: The columns the user named, and whether log-likelihoods are normalised by length.
 
     Returns:
-        catto's own fields. The label is the index of the choice, from 0. A generated text has only `question` and
-        `correct`.
+        catto's own fields. A generated text has only `question` and, if the line has metrics, `correct`.
 
     Raises:
         KeyError: A field is missing.
@@ -42,40 +39,58 @@ def read_lm_eval(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> 
     """
     # A log of several tasks repeats the number `doc_id`, but not together with `doc_hash`.
     question_keys = [key for key in ("doc_id", "doc_hash") if key in record]
-    answer: dict[str, Any] = {"question": " ".join(str(record[key]) for key in question_keys)}
+    question = {"question": " ".join(str(record[key]) for key in question_keys)}
     loglikelihoods = _read_loglikelihoods(record)
     if loglikelihoods is None:
-        return answer | _read_generation(record, names)
+        return question | _read_generation(record, names)
+    return question | _read_multiple_choice(record, loglikelihoods, normalise_length=names.length_normalised)
 
+
+def _read_multiple_choice(record: Fields, loglikelihoods: Sequence[float], *, normalise_length: bool) -> dict[str, Any]:
+    """Read the answer to a multiple-choice question: its likeliest choice, with the softmax over all choices.
+
+    Args:
+        record: The line.
+        loglikelihoods: Log-likelihood of each request of the line.
+        normalise_length: Whether each log-likelihood is first divided by the number of characters of its choice, as in
+            the harness's `acc_norm`.
+
+    Returns:
+        `label`, the index of the choice from 0, and `text`, `confidence`, `correct`, `label_logprobs` and, if it can be
+        told from the target, `gold`.
+    """
     choices = _list_choices(record, loglikelihoods)
     if len(choices) < 2:
         raise ValueError(f"filtered_resps: expected log-likelihoods of several choices, got {len(choices)}")
     scores = [choice.loglikelihood for choice in choices]
-    if names.length_normalised:
-        scores = [choice.loglikelihood / max(len(choice.text), 1) for choice in choices]
+    if normalise_length:
+        scores = [choice.loglikelihood / max(len(choice.text), 1) for choice in choices]  # a choice may be empty
     reading = read_choice(scores)
 
-    metric = "acc_norm" if names.length_normalised else "acc"
+    metric = "acc_norm" if normalise_length else "acc"
     grade = record.get(metric)  # None if the task has other metrics
     gold = _find_gold(record, choices, best=reading.best, grade=grade)
-    answer["label"] = str(reading.best)
-    answer["text"] = choices[reading.best].text
-    answer["confidence"] = reading.confidence
+    is_correct = grade
     if grade is None:
-        answer["correct"] = reading.best == gold
-    else:
-        answer["correct"] = grade
-    # `label_logprobs` must be finite; a choice may have probability 0.
-    answer["label_logprobs"] = {
-        str(number): logprob for number, logprob in enumerate(reading.logprobs) if isfinite(logprob)
+        is_correct = reading.best == gold
+    answer = {
+        "label": str(reading.best),
+        "text": choices[reading.best].text,
+        "confidence": reading.confidence,
+        "correct": is_correct,
     }
+    finite_logprobs = {}
+    for number, logprob in enumerate(reading.logprobs):
+        if isfinite(logprob):  # choices with probability 0 are left out: readers of `label_logprobs` refuse them
+            finite_logprobs[str(number)] = logprob
+    answer["label_logprobs"] = finite_logprobs
     if gold is not None:
         answer["gold"] = str(gold)
     return answer
 
 
 def _read_loglikelihoods(record: Fields) -> list[float] | None:
-    """Return the log-likelihoods of the requests; None if the task generates text instead."""
+    """Return the log-likelihood of each request; None if the responses are generated texts."""
     loglikelihoods = []
     try:
         for response in record["filtered_resps"]:
@@ -92,9 +107,9 @@ def _read_generation(record: Fields, names: ColumnNames) -> dict[str, Any]:
     """Read the grade of a generated text from its first metric; empty if it has no metrics.
 
     Raises:
-        ValueError: The user named no confidence, and the record has no `confidence` of its own.
+        ValueError: The user named no confidence column, and the record has no field `confidence`.
     """
-    if names.confidence == "confidence" and "confidence" not in record:
+    if names.has_default_confidence and "confidence" not in record:
         raise ValueError("filtered_resps has texts instead of log-likelihoods: name a confidence with --confidence")
     metrics = list(record.get("metrics") or ())
     if not metrics:
@@ -105,29 +120,36 @@ def _read_generation(record: Fields, names: ColumnNames) -> dict[str, Any]:
 def _list_choices(record: Fields, loglikelihoods: Sequence[float]) -> list[_ScoredChoice]:
     """Pair the text of each choice with its log-likelihood.
 
+    For the metric acc_mutual_info, the harness also scores every choice alone, without the question. These requests
+    have an empty context and are left out, unless all contexts are empty.
+
+    Args:
+        record: The line. Its field `arguments` has the requests, each a context and a choice.
+        loglikelihoods: Log-likelihood of each request.
+
     Raises:
-        ValueError: A log-likelihood is above 0, or nan.
+        IndexError: There are fewer log-likelihoods than requests.
+        ValueError: A log-likelihood is above 0 or nan, or a request does not have two parts.
     """
-    # Newer versions of the harness write objects; older ones write lists.
+    # Newer versions of the harness write the list of requests and each request as an object, older ones as a list.
     arguments = record["arguments"]
     if isinstance(arguments, dict):
         arguments = arguments.values()
     requests = []
     for request in arguments:
-        parts = request.values() if isinstance(request, dict) else request
-        requests.append(tuple(parts))
+        context_and_choice = request.values() if isinstance(request, dict) else request
+        requests.append(tuple(context_and_choice))
     for loglikelihood in loglikelihoods:
-        if not loglikelihood <= LOGPROB_NOISE:  # True for NaN, too
+        if not loglikelihood <= LOGPROB_NOISE:  # unlike `loglikelihood > LOGPROB_NOISE`, also true for NaN
             raise ValueError(f"filtered_resps: expected a log-likelihood of at most 0, got {loglikelihood}")
 
     choices = []
     choices_in_context = []
-    for number, (context, continuation) in enumerate(requests):
-        choice = _ScoredChoice(continuation.removeprefix(" "), loglikelihoods[number])
+    for number, (context, choice_text) in enumerate(requests):
+        choice = _ScoredChoice(choice_text.removeprefix(" "), loglikelihoods[number])
         choices.append(choice)
         if context:
             choices_in_context.append(choice)
-    # A request with an empty context scores the choice alone, for the metric acc_mutual_info.
     return choices_in_context or choices
 
 
@@ -149,13 +171,16 @@ class ChoiceReading(NamedTuple):
 
 
 def read_choice(scores: Sequence[float]) -> ChoiceReading:
-    """Find the likeliest choice, and normalise the probabilities over the choices.
+    """Find the likeliest choice, and normalise the probabilities over the choices: a softmax of the scores.
 
     Args:
-        scores: Log-likelihood of each choice.
+        scores: Log-likelihood of each choice, at least one; minus infinity for a probability of 0.
+
+    Returns:
+        The likeliest choice, in a tie the first one, and the normalised log-probability of each choice, at most 0.
 
     Raises:
-        ValueError: No score is finite.
+        ValueError: The highest score is not finite.
 
     >>> round(read_choice([log(0.1), log(0.3)]).confidence, 4)
     0.75
@@ -164,21 +189,27 @@ def read_choice(scores: Sequence[float]) -> ChoiceReading:
     highest = scores[best]
     if not isfinite(highest):
         raise ValueError(f"filtered_resps: expected a finite log-likelihood, got {highest}")
+    # Subtracting the highest score first keeps `exp` from underflowing to 0 for all choices.
     log_total = log(sum(exp(score - highest) for score in scores))
-    logprobs = [min(score - highest - log_total, 0.0) for score in scores]
+    logprobs = [min(score - highest - log_total, 0.0) for score in scores]  # rounding may lead to values above 0
     return ChoiceReading(best, logprobs)
 
 
 def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, grade: object) -> int | None:
-    """Return the index of the gold choice; None if the target matches no choice that agrees with the grade.
+    """Find the gold choice of the field `target`, which is the text of a choice or its index.
 
-    A numeric target may be the text of a choice or its index. The grade shows which one is meant.
+    Both may be possible: with the choices 1 and 0, the target 0 is the text of the second choice and the index of the
+    first one. The grade shows which is meant. If it is 1, the gold choice is the likeliest one, otherwise it is not.
 
     Args:
         record: The line.
         choices: The choices.
         best: Index of the likeliest choice.
-        grade: 1 if the harness counts that choice as right; None if the line has no grade.
+        grade: 1 if the harness counts that choice as right; None if the line has no grade. Without a grade, a target
+            counts as a text if it can be both.
+
+    Returns:
+        The index of the gold choice; None if the line has a grade, and no choice fits both the target and the grade.
 
     Raises:
         ValueError: The line has no grade, and the target is neither a choice nor its index.
@@ -187,11 +218,12 @@ def _find_gold(record: Fields, choices: Sequence[_ScoredChoice], *, best: int, g
     candidates = [number for number, choice in enumerate(choices) if choice.text.strip() == target]
     if target.isdecimal() and int(target) < len(choices):
         candidates.append(int(target))
-    if grade is None and not candidates:
-        raise ValueError(f"target: expected a choice or its number, got {reprlib.repr(target)}")
+    if grade is None:
+        if not candidates:
+            raise ValueError(f"target: expected a choice or its number, got {reprlib.repr(target)}")
+        return candidates[0]
+    is_best_right = grade == 1
     for candidate in candidates:
-        best_would_be_right = candidate == best
-        agrees_with_grade = best_would_be_right == (grade == 1)
-        if grade is None or agrees_with_grade:
+        if (candidate == best) == is_best_right:
             return candidate
     return None

@@ -18,39 +18,39 @@ def is_completion(record: Fields) -> bool:
     return "choices" in _find_completion(record)
 
 
-def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str]) -> dict[str, Any]:
+def read_completion(record: Fields, names: ColumnNames, labels: Sequence[str] = ()) -> dict[str, Any]:
     """Read the answer of a chat completion and its probability from `logprobs`.
 
     Args:
         record: The completion, alone or as the response of a batch.
         names: The columns the user named. `gold` must be one of them.
-        labels: The labels of the questions, as `list_labels` returns them; empty if the user named no `gold`.
+        labels: The labels of the questions, as `list_labels` returns them. They are required if `gold` is named.
 
     Returns:
-        catto's own fields, without `question` if the record has no id.
+        `question` if the record has an id, the right answer in the field `names.gold`, and `label`, `confidence`,
+        `source` and, if known, `label_logprobs`.
 
     Raises:
         KeyError: A field is missing.
-        ValueError: The request failed, `labels` is empty, or there is no single choice with log-probabilities.
+        ValueError: The request failed, the user named no `gold`, or there is no single choice with log-probabilities.
     """
     _require_success(record)
     reply, *others = _find_completion(record)["choices"]
     if others:
         raise ValueError(f"choices: expected one, got {1 + len(others)}; write one record per choice")
-    if not labels:
+    if names.gold is None:
         raise ValueError("a completion does not contain the right answer: name its field with --gold")
     answer = _read_question(record)
-    gold_name = names.gold or "gold"
-    answer[gold_name] = text_of(gold_name, record)
+    answer[names.gold] = text_of(names.gold, record)
     logprobs = reply.get("logprobs") or {}
     tokens = logprobs.get("content")
     if not tokens:
         raise ValueError("choices.0.logprobs.content: expected tokens with log-probabilities, got none")
     text = reply["message"].get("content") or ""
-    # With a limit of one token, every reply reaches it. A reply that is only a label is complete nevertheless.
-    is_label = text.strip(" \n().") in labels
+    # With a limit of one token, even a complete reply such as `B` or `(B)` reaches it, and is not cut.
+    is_only_label = text.strip(" \n().") in labels
     reached_limit = reply.get("finish_reason") == "length"
-    is_cut = reached_limit and not is_label
+    is_cut = reached_limit and not is_only_label
     graded_label = parse_response(text, labels, cut=is_cut).label
     return answer | read_label_token(tokens, labels, graded_label)
 
@@ -91,7 +91,9 @@ def _find_completion(record: Fields) -> Fields:
 
 
 def list_labels(path: Path, rows: list[tuple[int, dict[str, Any]]], gold: str) -> list[str]:
-    """List the labels that occur as right answers; if they are letters, list all from A to the last one.
+    """List the labels that occur as right answers; if they are all letters, list all letters from A to the last one.
+
+    A letter may be an option of every question without being the right answer to any.
 
     Args:
         path: The file, for error messages.

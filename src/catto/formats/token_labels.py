@@ -19,25 +19,25 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
     Args:
         tokens: The tokens of the reply, each with `token`, `logprob` and optionally `top_logprobs`.
         labels: The labels of the question; a single label means an open answer.
-        graded_label: The answer that the tool graded; None if the reply gives no answer.
+        graded_label: The answer that the tool graded; None if it found no answer in the reply.
 
     Returns:
-        `label`, `confidence` and `source`, and `label_logprobs` if all labels have one. A reply without a label gets
-        the source `fallback` and, as its confidence, the probability of the whole reply.
+        `label`, `confidence` and `source`, and `label_logprobs` if every label has a log-probability. Without a graded
+        label, `label` is None, the source is `fallback`, and the confidence is the probability of the whole reply.
 
     Raises:
         KeyError: A token has no `token` or `logprob`.
-        ValueError: The label is not in the reply, or its token does not identify it, or the graded label has no
-            log-probability at that token.
+        ValueError: The logged tokens contain no label, the token at its beginning does not identify it, or the graded
+            label has no log-probability at that token.
     """
     text = "".join(token["token"] for token in tokens)
-    reading = parse_response(text, labels)
-    if reading.span is None and graded_label is not None:
-        raise ValueError(f"logprobs: the graded answer {graded_label!r} is not found in the reply: name a --confidence")
-    if reading.span is None or reading.label is None or graded_label is None:
+    if graded_label is None:
         reply_logprob = sum(logprob_of(token["logprob"], "logprob") for token in tokens)
         return {"label": None, "confidence": exp(reply_logprob), "source": "fallback"}
 
+    reading = parse_response(text, labels)
+    if reading.span is None or reading.label is None:  # both are None if there is no label
+        raise ValueError(f"logprobs: the graded answer {graded_label!r} is not found in the reply: name a --confidence")
     label_start, label_end = reading.span
     token, token_end = _find_token_at(tokens, label_start)
     is_open_answer = len(labels) == 1
@@ -49,9 +49,9 @@ def read_label_token(tokens: Sequence[Fields], labels: Sequence[str], graded_lab
         # The token may contain only the first letters of the label.
         prefix = text[label_start : min(token_end, label_end)]
     else:
-        prefix = graded_label  # `top_logprobs` must contain the whole label
+        prefix = graded_label  # it is looked up below, where only a token with the whole label is found
     _require_distinct_prefix(prefix, graded_label, labels=labels, candidates=logprobs)
-    logprobs[reading.label] = logprob_of(token["logprob"], "logprob")
+    logprobs[reading.label] = logprob_of(token["logprob"], "logprob")  # even if the token is only its beginning
     if graded_label not in logprobs:
         problem = f"the tokens say {reading.label!r}, but the graded answer {graded_label!r} is not in top_logprobs"
         raise ValueError(f"logprobs: {problem}")
@@ -84,10 +84,10 @@ def _read_top_logprobs(token: Fields) -> dict[str, float]:
 
 
 def _require_distinct_prefix(prefix: str, label: str, *, labels: Sequence[str], candidates: Iterable[str]) -> None:
-    """Raise ValueError if the token `prefix` does not distinguish its label from another one.
+    """Raise ValueError if the token `prefix` does not show which of the labels begins there.
 
-    A label that also begins with `prefix` is still distinguished if a longer candidate begins it: with the candidates 1
-    and 10, the token 1 does not begin the label 10. Case is ignored.
+    For example, the token `1` may begin the label 1 or the label 10. If `10` is a candidate, however, the model would
+    have begun the label 10 with that token, so `1` stands for the label 1. Case is ignored.
 
     Args:
         prefix: The token with which the label begins.
@@ -99,6 +99,6 @@ def _require_distinct_prefix(prefix: str, label: str, *, labels: Sequence[str], 
     longer_candidates = tuple(candidate.lower() for candidate in candidates if len(candidate) > len(prefix))
     for other in labels:
         shares_prefix = other != label and other.lower().startswith(prefix)
-        has_longer_candidate = other.lower().startswith(longer_candidates)
-        if shares_prefix and not has_longer_candidate:
+        has_own_candidate = other.lower().startswith(longer_candidates)
+        if shares_prefix and not has_own_candidate:
             raise ValueError(f"logprobs: labels {label!r} and {other!r} begin with the same token {prefix!r}")

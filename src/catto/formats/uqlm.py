@@ -1,14 +1,13 @@
-"""Read the tables of uqlm: the rows of `results.to_df()`."""
+"""Read the tables of uqlm, which its method `UQResult.to_df()` returns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from catto.errors import join_names
 from catto.formats.columns import ColumnNames, Fields
 
-# Those scores of uqlm's scorers and ensembles that lie in [0, 1].
+# Columns with a score, of uqlm's scorers and ensembles. Scores that do not lie in [0, 1] are left out.
 UQLM_SCORES = (
     "sequence_probability",
     "normalized_probability",
@@ -39,18 +38,21 @@ def is_uqlm(record: Fields) -> bool:
     return "response" in record and not record.keys().isdisjoint(UQLM_SCORES)
 
 
-def read_uqlm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dict[str, Any]:
-    """Read a row of `results.to_df()`, with the column `response_correct` that a grader added.
+def read_uqlm(record: Fields, names: ColumnNames) -> dict[str, Any]:
+    """Read a row of a table of uqlm.
+
+    uqlm does not grade responses. The user adds the grades as a column `response_correct`.
 
     Args:
         record: The row.
         names: The columns the user named.
 
     Returns:
-        The row and catto's own fields. If the user named no confidence, the row's only score is used.
+        The columns of the row, and those of `question`, `correct` and `confidence` that are known. The confidence is
+        the row's only score; if the user named a confidence column, `confidence` is not set.
 
     Raises:
-        ValueError: The user named no confidence, and the row has several scores or none.
+        ValueError: The user named no confidence column, and the row has several scores or none.
     """
     answer = dict(record)
     prompt = record.get("prompt")
@@ -59,7 +61,7 @@ def read_uqlm(record: Fields, names: ColumnNames, _labels: Sequence[str]) -> dic
     grade = record.get("response_correct")
     if grade is not None:
         answer["correct"] = grade
-    if names.confidence == "confidence":
+    if names.has_default_confidence:
         scores = [name for name in UQLM_SCORES if name in record]
         if not scores:
             raise ValueError("found none of uqlm's scores: name the column of the confidence with --confidence")
