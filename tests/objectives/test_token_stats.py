@@ -85,7 +85,7 @@ def test_slices_of_tokens_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     leaves, targets = problem(7, 4, 11, bias=True)
     results = []
     for tokens in (1024, 2):
-        monkeypatch.setattr(tiles, "TOKENS", tokens)
+        monkeypatch.setattr(tiles, "DEFAULT_ROWS", tokens)
         stats = token_stats(*leaves[:2], targets, bias=leaves[2], tile=5)
         results.append([stats.rival, *torch.autograd.grad(stats.rival.exp().sum() + stats.target.sum(), leaves)])
     for a, b in zip(*results, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,11 +92,15 @@ def _make_answer(
     logprobs: Mapping[str, float],
     logsumexp: dict[str, float] | None = None,
 ) -> Answer:
-    """Make an answer whose confidence is the probability of its label, not renormalised over the labels."""
-    label_logprobs = None  # unless it is known for every label
+    """Make an answer whose confidence is the probability of its label, not renormalised over the labels.
+
+    `logprobs` contains at least the log-probability of `label`. Unless it has those of all labels, the answer's
+    `label_logprobs` is None.
+    """
+    label_logprobs = None
     if all(name in logprobs for name in question.labels):
         label_logprobs = {name: logprobs[name] for name in question.labels}
-    confidence = min(1.0, math.exp(logprobs[label]))  # float64 may round log 1 to 1e-17
+    confidence = min(1.0, math.exp(logprobs[label]))  # rounding can make the log-probability as large as 1e-17
     return Answer(label, source, confidence, label_logprobs, logsumexp)
 
 
@@ -104,7 +108,7 @@ def _make_answer(
 
 
 class ClosedText(NamedTuple):
-    """A response that was closed: the number of characters that are kept, and the text that is appended to them."""
+    """How to close a response: keep its first `kept` characters and append the text `ending`."""
 
     kept: int
     ending: str
@@ -113,14 +117,15 @@ class ClosedText(NamedTuple):
 def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
     r"""Close a response so that a label comes next: end an open think block, and open the answer in the canonical form.
 
-    The response is kept up to its answer or the next turn. A torn tag at its end is dropped, and so is white space.
+    Everything from the answer or the next turn on is dropped. So are an incomplete tag and white space at the end of
+    the rest.
 
     Args:
         text: The response.
-        labels: The question's labels.
+        labels: The question's labels. A line such as "Q: the dog" does not begin the next turn if Q is one of them.
 
     Returns:
-        The number of characters that are kept, and the text that is appended to them.
+        The number of characters to keep, and the text to append to them.
 
     Example:
         >>> close_response("<think>\nso\n</thi")
@@ -133,15 +138,15 @@ def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
         end = _find_torn_tag(turn)
     else:
         end = answer_tag.start
-    kept = turn[:end].rstrip()
-    think_tags = [tag.name for tag in tags if tag.end <= end and tag.name.endswith("think")]
-    is_reasoning_open = bool(think_tags) and think_tags[-1] == "think"
+    kept_text = turn[:end].rstrip()
+    kept_think_tags = [tag.name for tag in tags if tag.end <= end and tag.name in ("think", "/think")]
+    is_reasoning_open = bool(kept_think_tags) and kept_think_tags[-1] == "think"
     ending = render_completion(None, None)  # without reasoning and label, this is the opening of an answer
     if is_reasoning_open:
         ending = "</think>\n" + ending
-    if kept:
+    if kept_text:
         ending = "\n" + ending
-    return ClosedText(len(kept), ending)
+    return ClosedText(len(kept_text), ending)
 
 
 def _find_torn_tag(text: str) -> int:
@@ -164,11 +169,15 @@ def close_token_ids(
         tokenizer: The tokenizer that the ids belong to.
         ids: Token ids of the response.
         labels: The question's labels.
-        room: Maximum number of tokens in the closed response. The end of a longer response is dropped.
+        room: Maximum number of response tokens that the model reads to score the labels. To stay within it, tokens are
+            dropped from the end of the response, before the answer's opening.
 
     Returns:
         The tokens of the closed response, and the tokens with which every label would continue it. None if the
         answer's opening alone is longer than `room`.
+
+    Raises:
+        ValueError: The tokenizer does not distinguish the labels after the answer's opening.
     """
     kept_ids = list(ids)
     while True:
@@ -178,24 +187,24 @@ def close_token_ids(
             return closed
         if not kept_ids:
             return None
-        # Closing the shortened response may take more tokens than before, so its length is checked again.
+        # The shortened response may need a longer ending, such as `</think>`, so the loop checks its length again.
         kept_ids = kept_ids[: max(0, len(kept_ids) - int(excess))]
 
 
 def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> LabelPosition:
-    """Close a response of any length. Its own ids are kept if they can be cut where the text is cut."""
+    """Close a response of any length. Keep its own ids if possible; otherwise encode the kept text again."""
     text = decode_ids(tokenizer, ids)
     closed = close_response(text, labels)
-    first_dropped = TokenStart(token_index=len(ids), begin=closed.kept)
+    first_dropped = TokenStart(token_index=len(ids), begin=closed.kept)  # no token, if the whole text is kept
     try:
         if closed.kept < len(text):
             first_dropped = find_token(tokenizer, ids, text, closed.kept)
-        # A token with both kept and dropped characters is dropped, and its kept characters are encoded again.
+        # The first dropped token may begin with kept characters. These are encoded again, together with the ending.
         kept_of_dropped = text[first_dropped.begin : closed.kept]
         opening = encode_opening(tokenizer, kept_of_dropped + closed.ending, labels)
         kept_ids = ids[: first_dropped.token_index]
     except ValueError:
-        # The tokens cannot be cut there, or part of a word changes how the labels are encoded: encode the whole text.
+        # The tokens cannot be cut there, or these characters change how the labels are encoded. Encode all kept text.
         opening = encode_opening(tokenizer, closed.ending, labels)
         kept_ids = encode_continuation(tokenizer, text[: closed.kept])
     return opening._replace(ids=(*kept_ids, *opening.ids))
@@ -207,15 +216,16 @@ def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> L
 def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
     """Read the answer of every response: the written label, or else the most probable one.
 
-    The probability of a label with several tokens is the product of theirs. It has no `logsumexp`, which applies to a
-    single position.
+    The probability of a label with several tokens is the product of the probabilities of its tokens. `logsumexp` is
+    then None, since it belongs to a single position.
 
     Args:
         engine: Scores the labels of responses that are stored without scores.
         cases: Responses with token ids.
 
     Returns:
-        One answer for each case; `NO_ANSWER` if the prompt leaves no room for an answer.
+        One answer for each case; `NO_ANSWER` if the question has no labels, the engine exchanges only text, or the
+        prompt leaves no room for an answer.
     """
     answers = []
     for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
@@ -229,19 +239,21 @@ def read_token_answers(engine: Engine, cases: Sequence[Case]) -> list[Answer]:
 def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Mapping[ScoringPoint, Scores]) -> Answer:
     """Turn the scores at a label's position into an answer: the written label, or else the most probable one.
 
-    A label is written by the tokens of its path. Its log-probability is the sum over these tokens, each after the
-    tokens before it.
+    The path of a label is its tokens, usually a single one. The log-probability of the label is the sum over the tokens
+    of its path, each given the response and the path's tokens before it.
 
     Args:
         question: The question.
-        position: The label's position, and the path of every label there.
-        scores: The scores at each point of `position.list_scoring_points()`, where a point is a position in a path and
-            the tokens that are possible there.
+        position: The label's position, and the path of every label there. If no label was written there, every label of
+            the question has a path.
+        scores: Scores at all points of `position.list_scoring_points()`. A point is the tokens before a token of a
+            path, and the candidates for that token.
 
     Returns:
-        The answer, with the log-probabilities of all labels if every label has a path.
+        The answer. Its `label_logprobs` is None if a label has no path, and its `logsumexp` is None if a path has
+        several tokens. Of equally probable labels, the first is chosen.
     """
-    logprobs_after = {}
+    logprobs_after = {}  # prefix -> log-probability of each candidate for the next token
     for point, score in scores.items():
         logprobs_after[point.prefix] = dict(zip(point.candidates, score.logprobs, strict=True))
     logprobs = {}
@@ -255,7 +267,7 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
     if answered is None:
         answered = max(question.labels, key=lambda name: logprobs[name])
     logsumexp = None
-    has_one_point = len(scores) == 1  # otherwise the label spans several positions, each with its own logsumexp
+    has_one_point = len(scores) == 1  # otherwise there are several positions, each with its own logsumexp
     if has_one_point:
         (score,) = scores.values()
         logsumexp = score.logsumexp
@@ -263,24 +275,24 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
 
 
 def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration]:
-    """Score the labels at the answer of each response and store the scores with it.
+    """Score the labels at the answer of each response, and store the scores with the response.
 
-    `read_token_answers` then needs no model later.
+    `read_token_answers` can then read the answers later, without the model.
 
     Args:
         engine: The engine that has just generated the responses.
         cases: The responses.
 
     Returns:
-        One generation for each case. It has no scores if the response has no position to score, for example because
-        the engine exchanges only text.
+        One generation for each case. It has no scores if the question has no labels, the engine exchanges only text, or
+        the prompt leaves no room for an answer.
     """
     generations = []
     for case, scored in zip(cases, _score_positions(engine, cases), strict=True):
         generation = case.generation
         labels = []
         for point, score in scored.scores.items():
-            # The prefix repeats most of the response, so only its length there and the tokens after that are stored.
+            # The prefix begins with tokens of the response: store their number, and only the other tokens in full.
             kept = count_common(generation.token_ids or (), point.prefix)
             added = point.prefix[kept:]
             labels.append(LabelScores(**dict(score), kept=kept, added=added, candidates=point.candidates))
@@ -289,14 +301,14 @@ def score_labels(engine: Engine, cases: Sequence[Case]) -> list[ScoredGeneration
 
 
 class _ScoredPosition(NamedTuple):
-    """The position at which a response's label is read, or None, and the scores there."""
+    """The position at which a response's label is read, and the scores there; None and no scores without a position."""
 
     position: LabelPosition | None
     scores: dict[ScoringPoint, Scores]
 
 
 def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosition]:
-    """Score the label of each response: use the scores that are stored with it, and compute the rest in one call.
+    """Score the label of each response: use the scores that are stored with it, and compute the others in one call.
 
     A label that needs several tokens is scored at several points, one for each token. A stored score is used if its
     prefix and candidates equal those of a point, even if an older version of the parser found that point.
@@ -306,8 +318,8 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
         scores if the engine has no tokenizer, the question has no labels, or the prompt leaves no room for an answer.
     """
     positions = []
-    stored_scores = []
-    contexts = []
+    stored_scores = []  # the stored scores of each case
+    contexts = []  # for all cases, the points without a stored score
     for case in cases:
         position = None
         if engine.tokenizer is not None:
@@ -335,8 +347,8 @@ def _score_positions(engine: Engine, cases: Sequence[Case]) -> list[_ScoredPosit
 def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
     """Find the label in the token ids of a response, or close the response.
 
-    It is closed if it has no label, its label cannot be read from the tokens, or the label lies beyond the model's
-    maximum length.
+    It is closed if it has no label, if its label cannot be read from the tokens, or if the label lies beyond the
+    model's maximum length.
 
     Returns:
         The position; None if the question has no labels or the prompt leaves no room for an answer.
@@ -350,12 +362,12 @@ def _find_position(engine: Engine, case: Case) -> LabelPosition | None:
         return None
     if generation.token_ids is None:
         raise ValueError(f"{engine.name} returned no token ids for question {question.id}")
-    room = math.inf
+    room = math.inf  # maximum number of response tokens
     if engine.positions is not None:
         room = engine.positions - (generation.prompt_tokens or 0)
     option_texts = [option.text for option in question.options]
     is_cut = generation.finish_reason == "length"
-    with suppress(UnreadableLabelError):
+    with suppress(UnreadableLabelError):  # the response is then closed below
         position = locate_label(engine.tokenizer, generation.token_ids, question.labels, option_texts, cut=is_cut)
         if position is not None and position.needed_length <= room:
             return position
@@ -393,23 +405,23 @@ def read_replies(
 ) -> Iterator[AnsweredCase | Refusal]:
     """Read the answer of every reply as it arrives. Request a continuation of incomplete ones, if possible.
 
-    The request is put at the front of `todo`, so that its reply is among the next outcomes. A response is refused if
-    the log-probability of its label cannot be read, or if it has no answer and its continuation was refused.
+    A continuation request is put at the front of `todo`, so that its outcome is one of the next.
 
     Args:
         engine: The server.
         asked: Question id -> the question and the messages in which it was asked.
         todo: The requests that the engine still has to send. Continuation requests are added to it.
-        outcomes: The outcomes for `todo`, from which the engine takes requests while this runs.
+        outcomes: Yields the outcome of every request in `todo`, including those that are added meanwhile.
 
     Yields:
-        A response with its answer, or a refusal.
+        A response with its answer, or a refusal. A response is refused if the server refused the request, if the
+        log-probability of its label cannot be read, or if it has no answer and its continuation was refused.
     """
-    continued: dict[Key, Case] = {}  # replies whose continuation has been requested and not yet received
+    awaiting: dict[Key, Case] = {}  # replies whose continuation has been requested and not yet received
     for outcome in outcomes:
-        is_continuation = outcome.key in continued
+        is_continuation = outcome.key in awaiting  # a continuation has the key of its reply
         if is_continuation:
-            case = continued.pop(outcome.key)
+            case = awaiting.pop(outcome.key)
             answer = read_reply(case, outcome)
         elif isinstance(outcome, Refusal):
             yield outcome
@@ -420,7 +432,7 @@ def read_replies(
             answer = read_reply(case)
             continuation = request_continuation(engine, case, answer)
             if continuation is not None:
-                continued[outcome.key] = case
+                awaiting[outcome.key] = case
                 todo.appendleft(continuation)
                 continue
         if isinstance(answer, Refusal):
@@ -430,11 +442,13 @@ def read_replies(
 
 
 def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refusal) -> Request | None:
-    """Make a request for the single token that is missing to read a reply completely.
+    """Make a request for a single token that lets the server return the log-probabilities missing from a reply.
 
-    A reply without an answer is closed, and the label is read from the candidates for the next token. In a reply with
-    an answer, a label may be missing from the candidates that the server returned. The label's token is then generated
-    again with more candidates: `max_candidates` instead of `top_logprobs`.
+    If a reply has no answer, an ending is added that leads to one, and the server generates the next token: the label.
+
+    If a reply has an answer, the log-probability of another label may be missing, because the server returned only the
+    `top_logprobs` most probable candidates. The server then generates the label's token once more. For a request with
+    `begun`, the engine asks for `max_candidates` candidates instead.
 
     Args:
         engine: The server.
@@ -442,8 +456,8 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
         answer: The result of `read_reply` for this reply, without a continuation.
 
     Returns:
-        The request to continue the beginning of the reply by one token. None if nothing is missing, the reply was
-        refused, or it cannot be continued.
+        The request. None if no log-probability is missing, `answer` is a refusal, the server cannot continue this
+        text, or the reply has an answer and `max_candidates` is not larger than `top_logprobs`.
     """
     text = case.generation.text
     # `label_logprobs` is None unless the log-probabilities of all labels are known.
@@ -454,11 +468,11 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
         prefix = text[: closed.kept] + closed.ending
     elif lacks_other_labels and gives_more_candidates:
         written = _find_written_label(case)
-        assert isinstance(written, _WrittenLabel)  # this answer was read from it
+        assert isinstance(written, _WrittenLabel)  # `answer` was read from it
         prefix = text[: written.token_start]
     else:
         return None
-    # The prefix is empty if the label is at the very beginning. An empty message cannot be continued.
+    # If the label is in the first token, there is no text to continue.
     if not prefix or not engine.can_continue:
         return None
     return Request(
@@ -475,24 +489,25 @@ def read_reply(case: Case, continuation: Generation | Refusal | None = None) -> 
 
     Args:
         case: The reply.
-        continuation: The outcome of the request that `request_continuation` made; None if it made none. With a written
-            label it adds the log-probabilities of other labels. Without an answer it provides the most probable label.
+        continuation: The outcome of the request that `request_continuation` made; None if it made none. If the reply
+            has a written label, the continuation adds the log-probabilities of other labels. Otherwise the most
+            probable label is read from it.
 
     Returns:
         The answer; `NO_ANSWER` if neither the reply nor its continuation gives one. A refusal if the log-probability of
         the written label cannot be read, or if there is no written label and the continuation was refused.
     """
-    next_candidates: Mapping[str, float] = {}
+    new_candidates: Mapping[str, float] = {}
     if isinstance(continuation, Generation) and continuation.tops:
-        _, next_candidates = continuation.tops[0]  # a continuation is a single token
+        _, new_candidates = continuation.tops[0]  # a continuation is a single token
     written = _find_written_label(case)
     if isinstance(written, Refusal):
         return written
     if written is not None:
-        return _read_written_label(case.question, written, next_candidates)
+        return _read_written_label(case.question, written, new_candidates)
     if isinstance(continuation, Refusal):
         return continuation
-    return _read_most_probable(case.question, next_candidates)
+    return _read_most_probable(case.question, new_candidates)
 
 
 class _WrittenLabel(NamedTuple):
@@ -502,14 +517,19 @@ class _WrittenLabel(NamedTuple):
     source: AnswerSource
     token_start: int  # index of the token's first character in the text
     token: str
-    lead: str  # the part of the token before the label
-    after: str  # the part of the token after the label
+    lead: str  # the text before the label in its token
+    after: str  # the text after the label in its token
     candidates: Mapping[str, float]  # text of each candidate for this token -> log-probability
-    forms: Mapping[str, str]  # label -> as it would be written here
+    forms: Mapping[str, str]  # label -> its text in the case in which this label is written
 
 
 def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
-    """Find the label and its token; None if there is no answer, a refusal if its log-probability cannot be read."""
+    """Find the label that a reply gives as its answer, and the token in which it begins.
+
+    Returns:
+        The label; None if the reply has no answer. A refusal if the log-probability of the label cannot be read: no
+        token with log-probabilities contains its beginning, or a different label may begin with the same token.
+    """
     generation = case.generation
     text = generation.text
     parsed = parse_answer(text, case.question, cut=generation.finish_reason == "length")
@@ -531,7 +551,7 @@ def _find_written_label(case: Case) -> _WrittenLabel | Refusal | None:
         forms=restyle_labels(case.question.labels, parsed.label, text[label_start:label_end]),
     )
     rival = _find_ambiguous_rival(written)
-    if rival is not None:  # the token's probability is that of both labels together
+    if rival is not None:  # the token's probability is the sum over both labels
         shared = token.text[label_start - token.start :]
         reason = f"labels {parsed.label!r} and {rival!r} begin with the same token {shared!r}"
         return Refusal(refused=reason, question=generation.question, sample=generation.sample)
@@ -547,15 +567,16 @@ class _ReplyToken(NamedTuple):
 
 
 def _find_token_at(generation: Generation, index: int) -> _ReplyToken | None:
-    """Find the token that contains a character of a reply.
+    """Find the token that contains the character at an index of a reply's text.
 
-    None if the log-probabilities do not reach the character, or their tokens do not add up to the text before it.
+    None if the server returned no log-probabilities for this token, or if the texts of the tokens up to it do not add
+    up to the text of the reply.
     """
     text = generation.text
     start = 0
     for token, candidates in generation.tops or ():
         end = start + len(token)
-        # The text was cut after a stop text, which may end within the last token.
+        # The last token may be longer than the rest of the text, which was cut at a stop text.
         token_in_text = token[: max(0, len(text) - start)]
         if text[start:end] != token_in_text:
             return None
@@ -568,36 +589,43 @@ def _find_token_at(generation: Generation, index: int) -> _ReplyToken | None:
 def _find_ambiguous_rival(written: _WrittenLabel) -> str | None:
     """Find a different label that may also begin with this token; None if only the written label does.
 
-    A label that begins in the same way does not count if it begins with a longer candidate: 10 next to 1.
+    For example, the token "ent" may begin both "entailment" and "entitled". The token "1" may begin the label 10, but
+    not if the longer token "10" is among the candidates: the model would have written label 10 with that token.
     """
-    own_beginning = written.token.removeprefix(written.lead)
-    longer_beginnings = []
-    for candidate in written.candidates:
-        if candidate.startswith(written.lead) and len(candidate) > len(written.token):
-            longer_beginnings.append(candidate.removeprefix(written.lead))
+    longer_tokens = [candidate for candidate in written.candidates if len(candidate) > len(written.token)]
     for label, form in written.forms.items():
-        rival = form + written.after
-        has_own_token = rival.startswith(tuple(longer_beginnings))
-        if label != written.label and rival.startswith(own_beginning) and not has_own_token:
+        rival_text = written.lead + form + written.after
+        begins_with_same_token = rival_text.startswith(written.token)
+        begins_with_longer_token = rival_text.startswith(tuple(longer_tokens))
+        if label != written.label and begins_with_same_token and not begins_with_longer_token:
             return label
     return None
 
 
 def _read_written_label(
-    question: LabelledQuestion, written: _WrittenLabel, next_candidates: Mapping[str, float]
+    question: LabelledQuestion, written: _WrittenLabel, new_candidates: Mapping[str, float]
 ) -> Answer:
-    """Read the probability of a written label.
+    """Read the probabilities of a written label and of the other labels at its position.
 
-    The candidates of a continuation are used only if the drawn token has about the same probability there.
+    Args:
+        question: The question.
+        written: The label and its token, with the candidates in the reply.
+        new_candidates: Text of each candidate in the continuation -> log-probability; empty without a continuation.
+            They are ignored if the written token has a different log-probability there: the server has then divided
+            the text into different tokens, and the candidates belong to a different position.
+
+    Returns:
+        The answer. Its `label_logprobs` is None unless the candidates give the log-probabilities of all labels.
     """
     drawn_logprob = written.candidates[written.token]
-    logprob_in_continuation = next_candidates.get(written.token, math.inf)
-    candidates = written.candidates
+    logprob_in_continuation = new_candidates.get(written.token, math.inf)  # if missing, the difference is infinite
     is_same_position = abs(logprob_in_continuation - drawn_logprob) <= MAX_LOGPROB_DIFFERENCE
+    candidates = written.candidates
     if is_same_position:
-        candidates = {**next_candidates, **written.candidates}
+        candidates = {**new_candidates, **written.candidates}  # the reply's own log-probabilities take precedence
     logprobs = read_label_logprobs(written.forms, candidates, written.lead, written.after)
-    # The written label has the log-probability of the drawn token, even if a different beginning is more probable.
+    # The written label has the log-probability of the token that was drawn, even if a different candidate that also
+    # begins the label is more probable.
     logprobs[written.label] = drawn_logprob
     return _make_answer(question, written.label, source=written.source, logprobs=logprobs)
 
@@ -609,7 +637,8 @@ def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, flo
     if not logprobs:
         return NO_ANSWER
     best = max(logprobs, key=logprobs.__getitem__)
-    # If a more probable token begins several labels, one of those may be the most probable label.
+    # A label that shares its token with another one was left out. If that token is more probable than the best label,
+    # one of those labels may be the most probable.
     for token, logprob in candidates.items():
         begins_label = token != "" and any(label.startswith(token) for label in question.labels)
         if begins_label and logprob > logprobs[best]:
@@ -622,39 +651,44 @@ def read_label_logprobs(
 ) -> dict[str, float]:
     """Read the log-probability of each label from the candidates for the token in which a label begins.
 
-    A label has the log-probability of the most probable candidate that is its beginning. If a candidate is a complete
-    label (`no`) and a different label has a longer candidate (`not` for `not sure`), the complete label does not count
-    for the different one.
+    A label has the log-probability of a single candidate, the most probable one that it begins with. Several are not
+    added up: a label's probability is that of one token, as in an engine that exchanges tokens.
+
+    If a candidate is itself a complete label, such as "no", it stands for that label. A different label that begins
+    with it, such as "not sure", has the log-probability of a longer candidate, such as "not". Without a longer
+    candidate the two labels cannot be told apart.
 
     Args:
-        forms: Label -> as it would be written.
+        forms: Label -> its text, in the case in which it would be written.
         candidates: Token text -> log-probability.
-        lead: Text before the label in its token. Candidates with a different lead do not count, such as " A" without a
-            lead.
+        lead: Text before the label in its token. Only candidates that begin with it are read. For example, with the
+            lead " " the candidate " A" is read for label A, and the candidate "A" is not.
         after: Text after the label in its token.
 
     Returns:
-        Label -> log-probability. A label is left out if no candidate is its beginning, or if a different label has the
+        Label -> log-probability. A label is left out if it begins with no candidate, or if a different label has the
         same candidate.
 
     Example:
         >>> read_label_logprobs({"a": "A", "b": "B", "c": "C"}, {"A": -1.0, " A": -0.5, "B": -1.5})
         {'a': -1.0, 'b': -1.5}
+        >>> forms = {"no": "no", "not sure": "not sure"}
+        >>> read_label_logprobs(forms, {"no": -0.5, "not": -1.0})
+        {'no': -0.5, 'not sure': -1.0}
+        >>> read_label_logprobs(forms, {"no": -0.5, "yes": -1.0})
+        {}
     """
-    whole_labels = {lead + form + after for form in forms.values()}
+    texts = {label: lead + form + after for label, form in forms.items()}
+    complete_labels = set(texts.values())
     token_of = {}
-    for label, form in forms.items():
-        written = lead + form + after
+    for label, text in texts.items():
         beginnings = []
         for token in candidates:
             reaches_label = len(token) > len(lead)
-            if reaches_label and written.startswith(token):
+            if reaches_label and text.startswith(token):
                 beginnings.append(token)
-        if not beginnings:
-            continue
-        longest = max(beginnings, key=len)
-        eligible = [token for token in beginnings if token == longest or token not in whole_labels]
-        token_of[label] = max(eligible, key=lambda token: (candidates[token], token))
+        if beginnings:
+            token_of[label] = _choose_token(beginnings, candidates, complete_labels)
     tokens = list(token_of.values())
     logprobs = {}
     for label, token in token_of.items():
@@ -662,3 +696,17 @@ def read_label_logprobs(
         if not is_shared:
             logprobs[label] = candidates[token]
     return logprobs
+
+
+def _choose_token(beginnings: Sequence[str], logprobs: Mapping[str, float], complete_labels: Collection[str]) -> str:
+    """Choose the most probable of the tokens that a label begins with.
+
+    A token that is a complete label is skipped if there is a longer token: it then is a different label.
+    """
+    longest = max(beginnings, key=len)
+    eligible = []
+    for token in beginnings:
+        is_different_label = token in complete_labels and token != longest
+        if not is_different_label:
+            eligible.append(token)
+    return max(eligible, key=lambda token: (logprobs[token], token))  # the text makes ties independent of the order

@@ -58,7 +58,7 @@ class EquivalenceProcess:
         return self._replies[pair]
 
     def _ask(self, first: str, second: str) -> bool:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None  # both are pipes
         assert self._process.stdout is not None
         line = json.dumps({"first": first, "second": second}, ensure_ascii=False) + "\n"
         timer = Timer(self.seconds, self._process.kill)  # a killed process ends the `readline` below

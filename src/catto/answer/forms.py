@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 MAX_LAYERS = 12  # layers of formatting and leads around a label
 MAX_LEADS = 2
-MAX_DRESSING = 300  # characters of formatting and leads; a text with more matches no form
+MAX_FORMATTING_AND_LEADS = 300  # characters; a text with more of them matches no form
 MAX_MARKS = 30  # combining marks in a row; the rest are dropped, because normalising them takes quadratic time
 
 PAIRS = (
@@ -116,22 +116,25 @@ def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = Non
         # Labels that differ only in case have the same folded text.
         labels_by_folded[folded] = (*labels_by_folded.get(folded, ()), label)
     texts: dict[str, str] = {}
-    longest = max(map(len, labels), default=0)
+    longest = max(map(len, labels), default=0)  # length of the longest label or option text
     if option_texts:
         for label, option_text in zip(labels, option_texts, strict=True):
             flat, _ = flatten_text(option_text)
             texts[label] = strip_formatting(flat)
             longest = max(longest, len(option_text))
-    longest_form = 2 * longest  # a label with its option's text
-    return Choices(labels_by_folded, texts, MAX_DRESSING + longest_form)
+    longest_form = 2 * longest  # a label followed by its option's text
+    return Choices(labels_by_folded, texts, MAX_FORMATTING_AND_LEADS + longest_form)
 
 
 def flatten_text(text: str) -> tuple[str, Sequence[int]]:
-    r"""Fold the characters of a text one by one, so that each folded character keeps its origin. Takes linear time.
+    r"""Fold a text for comparison, and record which character of the text each folded character comes from.
 
     Characters are NFKC-normalised and case-folded, invisible ones are removed, and white space is collapsed.
     Superscripts and subscripts are kept: "1²" is not 12. At most `MAX_MARKS` combining marks in a row are kept. They
-    stay separate from their letters, so apply `compose_marks` before comparing texts.
+    stay separate from their letters, so apply `compose_marks` before comparing texts. This takes linear time.
+
+    Args:
+        text: A text of any length.
 
     Returns:
         The folded text, and for each of its characters the index of the original character.
@@ -143,37 +146,39 @@ def flatten_text(text: str) -> tuple[str, Sequence[int]]:
     needs_only_lower_case = text.isascii() and text.isprintable() and "  " not in text
     if needs_only_lower_case:  # a faster path, which most texts take
         return text.lower(), range(len(text))
-    parts: list[str] = []
+    flat: list[str] = []
     origins: list[int] = []
     marks_in_a_row = 0
     for origin, character in enumerate(text):
-        for part in _fold_character(character):
-            if part == " " and parts and parts[-1] == " ":
+        for folded in _fold_character(character):
+            repeats_space = folded == " " and flat[-1:] == [" "]
+            if repeats_space:
                 continue
-            if unicodedata.combining(part):
+            if unicodedata.combining(folded):
                 marks_in_a_row += 1
             else:
                 marks_in_a_row = 0
             if marks_in_a_row <= MAX_MARKS:
-                parts.append(part)
+                flat.append(folded)
                 origins.append(origin)
-    return "".join(parts), origins
+    return "".join(flat), origins
 
 
 def _fold_character(character: str) -> Iterator[str]:
-    """Yield the characters that one character folds to: none for an invisible one."""
+    """Yield the characters that one character folds to: none for an invisible one, several for a ligature."""
     is_super_or_subscript = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
-    folded = character
+    normalised = character
     if not is_super_or_subscript:
-        folded = unicodedata.normalize("NFKC", character).casefold()
-    for part in folded:
-        is_variation_selector = "\ufe00" <= part <= "\ufe0f"
-        if part.isspace():
+        normalised = unicodedata.normalize("NFKC", character).casefold()
+    for folded in normalised:
+        is_variation_selector = "\ufe00" <= folded <= "\ufe0f"
+        is_invisible = is_variation_selector or unicodedata.category(folded) in ("Cf", "Cc")
+        if folded.isspace():
             yield " "
-        elif part == "\u2010":  # Unicode's own hyphen, which NFKC keeps
+        elif folded == "\u2010":  # Unicode's own hyphen, which NFKC keeps
             yield "-"
-        elif unicodedata.category(part) not in ("Cf", "Cc") and not is_variation_selector:
-            yield part
+        elif not is_invisible:
+            yield folded
 
 
 def compose_marks(flat: str) -> str:
@@ -229,7 +234,7 @@ def is_lead(text: str) -> bool:
         >>> is_lead("**Final answer:**"), is_lead("Wrong answers:")
         (True, False)
     """
-    flat, _ = flatten_text(text[:MAX_DRESSING])
+    flat, _ = flatten_text(text[:MAX_FORMATTING_AND_LEADS])
     bare = strip_formatting(flat)
     lead = LEAD.match(bare)
     if lead is None:
@@ -243,24 +248,32 @@ def find_claims(text: str, choices: Choices) -> set[str]:
 
     A claim is never read as an answer; it can only contradict one.
 
+    Args:
+        text: A part of a response.
+        choices: The question's labels, from `fold_choices`.
+
+    Returns:
+        The labels; empty if there is no claim. A label of one character must be written in its own case.
+
     Example:
         >>> find_claims("One may think that the answer is A, but dogs bark.", fold_choices(("A", "B")))
         {'A'}
     """
     flat, origins = flatten_text(text)
     label_lengths = {len(folded) for folded in choices.labels}
-    possible_spans: list[Span] = []
+    possible_spans: list[Span] = []  # where a label would be, next to a claim
     for claim in CLAIM_BEFORE_LABEL.finditer(flat):
         possible_spans += [(claim.end(), claim.end() + length) for length in label_lengths]
     for claim in CLAIM_AFTER_LABEL.finditer(flat):
         possible_spans += [(claim.start() - length, claim.start()) for length in label_lengths]
     claimed: set[str] = set()
     for start, end in possible_spans:
-        if start < 0 or continues_word(flat, start - 1) or continues_word(flat, end):
+        is_part_of_word = continues_word(flat, start - 1) or continues_word(flat, end)
+        if start < 0 or is_part_of_word:
             continue
         for label in choices.labels.get(compose_marks(flat[start:end]), ()):
-            # "The answer is a place" does not name label A.
-            if len(label) > 1 or text[origins[start]] == label:
+            is_in_own_case = text[origins[start]] == label
+            if len(label) > 1 or is_in_own_case:  # "The answer is a place" does not name label A
                 claimed.add(label)
     return claimed
 
@@ -317,17 +330,15 @@ class FormReader:
         return self.read_between(0, len(self.flat))
 
     def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
-        """Remove formatting and leads such as "The answer is", and read what is left.
-
-        That must be a label, alone or with its option's text.
+        """Remove formatting and leads such as "The answer is", and read the label that is left.
 
         Args:
             i: Start of the part.
             j: End of the part.
-            inside_group: Whether the part is enclosed in marks that an option's text follows: the B of "(B) the dog".
+            inside_group: Whether the part is enclosed in marks before an option's text, such as the B of "(B) the dog".
 
         Returns:
-            The label; None if the part matches no form.
+            The label; None unless a label is left, alone or with its option's text.
         """
         bare = self.remove_formatting_and_leads(i, j)
         i, j = bare.span
@@ -338,10 +349,11 @@ class FormReader:
             reading = self.read_with_text(i, j, may_be_grouped=not inside_group)
         if reading is None:
             return None
-        # After a lead without a colon, "a" and "i" are words and not the labels A and I: "The answer is a ...".
-        written = self.text[slice(*reading.span)]
-        is_word = written in ("a", "i") and written != reading.label
-        if is_word and not bare.has_colon:
+        # "The answer is a" may be the beginning of a sentence with the article "a". "Answer: a" gives label A.
+        start, end = reading.span
+        written = self.text[start:end]
+        may_be_word = written in ("a", "i") and written != reading.label
+        if may_be_word and not bare.has_colon:
             return None
         return reading._replace(states_answer=bare.states_answer or reading.states_answer)
 
@@ -363,10 +375,10 @@ class FormReader:
             if inner is not None:
                 i, j = inner
                 continue
-            correct = CORRECT_AT_END.search(self.flat, max(i, j - MAX_CORRECT), j)
-            if correct is not None:
+            is_correct = CORRECT_AT_END.search(self.flat, max(i, j - MAX_CORRECT), j)
+            if is_correct is not None:
                 states_answer = True
-                j = correct.start()
+                j = is_correct.start()
                 continue
             lead = LEAD.match(self.flat, i, j)
             if lead is None or leads == MAX_LEADS:
@@ -378,7 +390,10 @@ class FormReader:
         return BareText((i, j), reading, states_answer, has_lead=leads > 0, has_colon=has_colon)
 
     def read_label(self, i: int, j: int) -> LabelReading | None:
-        """Read flat[i:j] if it is a label. Case distinguishes labels that differ only in case."""
+        """Read the label that is the whole of flat[i:j]; None if there is none.
+
+        Case is ignored, unless the question has labels that differ only in case.
+        """
         if i >= j:
             return None
         folded = compose_marks(self.flat[i:j])
@@ -388,7 +403,7 @@ class FormReader:
         start = self.offset + self.origins[i]
         end = self.offset + self.origins[j - 1] + 1
         label = labels[0]
-        if len(labels) > 1:
+        if len(labels) > 1:  # they differ only in case
             label = self.text[start:end]
             if label not in labels:
                 return None
@@ -405,7 +420,9 @@ class FormReader:
         return reading
 
     def read_with_text(self, i: int, j: int, *, may_be_grouped: bool) -> LabelReading | None:
-        """Read a label with its option's text, such as "B) the dog", "**Option B**: the dog", "the dog (B)"; or "B)".
+        """Read a label with its option's text, such as "B) the dog", "**Option B**: the dog" or "the dog (B)".
+
+        A label with nothing but a bracket, "B)", is also read.
 
         Args:
             i: Start of the part.
@@ -432,25 +449,26 @@ class FormReader:
         return None
 
     def is_followed_by_own_text(self, label: str, i: int, j: int, *, is_grouped: bool) -> bool:
-        """Whether flat[i:j] is a separator and a label's option text.
+        """Whether flat[i:j] is a separator and then the option text of the label before it.
 
         Args:
-            label: The label that ends at i.
+            label: The label, which ends at i.
             i: Start of the part.
             j: End of the part.
             is_grouped: Whether the label is enclosed in marks of its own, which need no separator after them.
         """
+        text_start = i
         separator = SET_APART.match(self.flat, i, j)
-        is_set_apart = separator is not None or is_grouped
         if separator is not None:
-            i = separator.end()
-        dash = DASH_OR_BRACKET.match(self.flat, i, j)
+            text_start = separator.end()
+        is_set_apart = separator is not None or is_grouped
+        dash = DASH_OR_BRACKET.match(self.flat, text_start, j)
         if dash is not None:
-            i = dash.end()
+            text_start = dash.end()
         elif not is_set_apart:
             return False
-        option_text = strip_formatting(self.flat[i:j])
-        # "A - B" may be two labels even if B is the text of A; "A) B" is not.
+        option_text = strip_formatting(self.flat[text_start:j])
+        # "A - B" may name two labels, even if B is the text of option A. "A) B" names one.
         labels = self.choices.labels.get(option_text, ())
         is_other_label = bool(labels) and label not in labels
         if is_other_label and not is_set_apart:
@@ -458,9 +476,7 @@ class FormReader:
         return self.is_own_text(label, option_text)
 
     def read_first_label(self, i: int, j: int) -> tuple[LabelReading | None, int]:
-        """Read the longest label that flat[i:j] begins with.
-
-        A label that is the whole of flat[i:j] does not count; `read_label` reads it.
+        """Read the longest label that flat[i:j] begins with, if something follows it.
 
         Returns:
             The label and the index of its end; None and i if there is none.
@@ -500,7 +516,7 @@ class FormReader:
 
 
 def strip_formatting(flat: str) -> str:
-    """Remove all formatting around a flat text. A text that consists of formatting keeps its innermost layer.
+    """Remove all formatting around a flat text. A text that is nothing but formatting keeps the innermost layer.
 
     Example:
         >>> strip_formatting('**"the dog".**')
@@ -517,7 +533,11 @@ def strip_formatting(flat: str) -> str:
 
 
 def remove_layer(flat: str, i: int, j: int) -> Span | None:
-    """Return the bounds of flat[i:j] without its outermost layer of formatting; None if it has no formatting."""
+    """Return the bounds of flat[i:j] without its outermost layer of formatting; None if it has no formatting.
+
+    A layer is a space at either end, a final punctuation mark, a pair of marks around the whole text, or the mark of a
+    list item, heading or quotation at its beginning.
+    """
     if i >= j:
         return None
     if flat[i] == " ":
@@ -528,7 +548,7 @@ def remove_layer(flat: str, i: int, j: int) -> Span | None:
     if final is not None:
         return i, final.start()
     group = find_group(flat, i, j)
-    if group is not None and group.end == j:
+    if group is not None and group.end == j:  # it encloses the whole text
         return group.inside
     marker = LINE_MARKER.match(flat, i, j)
     if marker is None:
@@ -557,19 +577,29 @@ def find_group(flat: str, i: int, j: int) -> Group | None:
         The group; None if no mark opens at i, or its closing mark is missing.
     """
     for opening, closing in PAIRS:
-        if not flat.startswith(opening, i, j):
-            continue
-        # Any opening brace needs its own "}", also inside "\boxed{".
-        inner_opening = "{" if closing == "}" else opening
-        can_nest = inner_opening != closing
-        start = i + len(opening)
-        end = flat.find(closing, start, j)
-        for _ in range(MAX_LAYERS):
-            # The mark at `end` closes an inner group if more groups were opened than closed before it.
-            closes_inner = can_nest and flat.count(inner_opening, start, end) > flat.count(closing, start, end)
-            if end < 0 or not closes_inner:
-                break
-            end = flat.find(closing, end + 1, j)
-        if end >= 0:
-            return Group((start, end), end + len(closing))
+        if flat.startswith(opening, i, j):
+            start = i + len(opening)
+            end = _find_closing_mark(flat, start, j, opening=opening, closing=closing)
+            if end >= 0:
+                return Group((start, end), end + len(closing))
+            # Without an end, a shorter mark may still open here: "***" also begins with "**" and "*".
     return None
+
+
+def _find_closing_mark(flat: str, start: int, stop: int, *, opening: str, closing: str) -> int:
+    """Return the index of the mark that closes a group whose content begins at `start`; -1 if there is none."""
+    # Any opening brace needs its own "}", also inside "\boxed{".
+    inner_opening = "{" if closing == "}" else opening
+    can_nest = inner_opening != closing
+    end = flat.find(closing, start, stop)
+    if not can_nest:
+        return end
+    for _ in range(MAX_LAYERS):
+        if end < 0:
+            break
+        # The mark at `end` closes an inner group if more groups were opened than closed before it.
+        closes_inner = flat.count(inner_opening, start, end) > flat.count(closing, start, end)
+        if not closes_inner:
+            break
+        end = flat.find(closing, end + 1, stop)
+    return end

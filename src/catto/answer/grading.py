@@ -60,9 +60,9 @@ def normalize_answer(text: str) -> str:
     folded = bare
     article = ARTICLE.match(bare)
     if article is not None:
-        folded = bare[article.end() :]
+        folded = bare[article.end() :]  # "The Beatles" equals "Beatles"
     folded = INITIAL.sub(r"\1", folded)
-    folded = GROUPED_BY_COMMAS.sub(lambda match: match[0].replace(",", ""), folded)
+    folded = GROUPED_BY_COMMAS.sub(lambda number: number[0].replace(",", ""), folded)  # "1,000" equals "1000"
     folded = _remove_latin_accents(folded)
     folded = _fold_punctuation(folded)
     return folded or bare.strip()  # an answer may consist of punctuation
@@ -100,6 +100,9 @@ def _fold_mark(before: str, character: str, after: str) -> str:
 
     Letters, digits and symbols are kept. Most punctuation becomes a space, but quotation marks and the dots of
     abbreviations are removed, so that "U.S." equals "US". Marks that are part of a number or a name are kept.
+
+    Returns:
+        The character, a space, nothing, or " and " for "&".
     """
     if character in DASHES:
         is_minus = not before.isalnum() and (after.isdigit() or after in (*CURRENCY_SIGNS, "."))  # -5, -$5, -.5
@@ -111,7 +114,7 @@ def _fold_mark(before: str, character: str, after: str) -> str:
     is_between_digits = before.isdigit() and after.isdigit()
     if character == ".":
         if not after.isdigit():
-            return ""
+            return ""  # of an abbreviation, or the end of a sentence
         return " " if before.isalpha() else "."  # "no.5" has two words; 1.5 and .5 are numbers
     if character in QUOTES:
         return " " if is_between_digits else ""  # the digits of 5'11 must not be joined
@@ -119,7 +122,7 @@ def _fold_mark(before: str, character: str, after: str) -> str:
         return "/" if is_between_digits else " "  # the fraction 3/4, but "and/or"
     if character == "&":
         return " and "
-    if character in "%#":
+    if character in "%#":  # 10 and 10% differ, and so do C and C#
         return character
     return " "
 
@@ -236,7 +239,7 @@ def read_number(text: str) -> NumberReading | None:
         text: For example "12", "$1,000.50", "about 3/4 cup", "twelve apples", "x = -2", "1.5e3", r"\frac{1}{2}".
 
     Returns:
-        The number with its unit; None if the text is not a single number.
+        The number with its unit; None if the text is not a single number or has more than 300 characters.
 
     Example:
         >>> read_number("$1,000.50")
@@ -332,25 +335,26 @@ def _count_words(words: str) -> int:
     return total or int(words in ("a", "an"))
 
 
-def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReading | None:
+def _apply_unit(value: Fraction, currency: str | None, text_after: str) -> NumberReading | None:
     """Multiply a number by a scale such as "million", and read its unit.
 
     Args:
         value: The number.
         currency: The currency sign before the number, or None.
-        rest: The text after the number.
+        text_after: The text after the number: nothing, a scale, a unit, or a scale and a unit.
 
     Returns:
-        The number with its unit, which is that of the currency or of the first word. None if the rest is neither a
-        scale nor a unit, or if it may be either: the text is then not a number.
+        The number with its unit: the currency, or else the unit that the first word names. The unit is None if there is
+        no currency and the first word is not a known unit. None instead of a number if the text after it is anything
+        else, or if it may be a scale or a unit, as in "$5m".
     """
-    words = _split_unit_words(rest)
+    words = _split_unit_words(text_after)
     if words is None:
         return None
     if words and words[0] in SCALES:
         value *= SCALES[words.pop(0)]
-    is_short_scale = currency is not None and words[:1] in (["m"], ["b"], ["mm"])  # "$5m" may be five million
-    if is_short_scale or not all(_may_be_unit(word) for word in words):
+    may_be_short_scale = currency is not None and words[:1] in (["m"], ["b"], ["mm"])  # "$5m" may be five million
+    if may_be_short_scale or not all(_may_be_unit(word) for word in words):
         return None
     unit = None
     if currency is not None:
@@ -360,14 +364,14 @@ def _apply_unit(value: Fraction, currency: str | None, rest: str) -> NumberReadi
     return NumberReading(value, unit)
 
 
-def _split_unit_words(rest: str) -> list[str] | None:
+def _split_unit_words(text_after: str) -> list[str] | None:
     """Split the text after a number into words without dots; None if it cannot be a unit."""
-    is_decade = rest.startswith("s") and not rest[1:2].isalpha()  # "1990s"
-    phrase = rest.removeprefix("-").strip().replace("per cent", "percent")
+    is_decade = text_after.startswith("s") and not text_after[1:2].isalpha()  # "1990s"
+    phrase = text_after.removeprefix("-").strip().replace("per cent", "percent")
     words = []
     if phrase:
         words = [word.replace(".", "") for word in re.split("[ /·-]+", phrase)]
-    is_only_a_hyphen = bool(rest.strip()) and not words
+    is_only_a_hyphen = bool(text_after.strip()) and not words
     if is_decade or is_only_a_hyphen or len(words) > MAX_UNIT_WORDS:
         return None
     return words
@@ -387,10 +391,24 @@ def write_number(value: Fraction) -> str:
         >>> write_number(Fraction(7, 2)), write_number(Fraction(-1, 3)), write_number(Fraction(1000))
         ('3.5', '-1/3', '1000')
     """
-    # Each decimal place removes a factor of 10, 2 or 5 from the denominator.
-    remaining = value.denominator
+    places = _count_decimal_places(value.denominator)
+    if places is None:
+        return str(value)
+    shifted = abs(value.numerator) * 10**places // value.denominator  # the digits without the decimal point
+    digits = str(shifted).rjust(places + 1, "0")  # at least one digit before the point
+    sign = "-" if value < 0 else ""
+    if places == 0:
+        return sign + digits
+    return f"{sign}{digits[:-places]}.{digits[-places:]}"
+
+
+def _count_decimal_places(denominator: int) -> int | None:
+    """Count the decimal places of a reduced fraction; None if its decimal does not terminate."""
+    # A decimal terminates if the denominator has no prime factors other than 2 and 5. Multiplying by 10 for one more
+    # decimal place cancels a factor of 10, 2 or 5.
+    remaining = denominator
     places = 0
-    while remaining % 10 == 0 or remaining % 2 == 0 or remaining % 5 == 0:
+    while remaining % 2 == 0 or remaining % 5 == 0:
         if remaining % 10 == 0:
             remaining //= 10
         elif remaining % 2 == 0:
@@ -399,13 +417,7 @@ def write_number(value: Fraction) -> str:
             remaining //= 5
         places += 1
     is_terminating = remaining == 1
-    if not is_terminating:
-        return str(value)
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-    sign = "-" if value < 0 else ""
-    if places == 0:
-        return sign + digits
-    return f"{sign}{digits[:-places]}.{digits[-places:]}"
+    return places if is_terminating else None
 
 
 # Grading
@@ -416,7 +428,7 @@ def find_answer_key(text: str, grade: Grade) -> str | None:
 
     Args:
         text: An answer.
-        grade: How answers are compared.
+        grade: `number` gives the value of a number; `exact` and `any-of` give the normalised text.
 
     Returns:
         The key; None if the text is empty or, for `number`, is not a single number.
@@ -438,14 +450,14 @@ def grade_answer(answer: str, accepted: Sequence[str], *, grade: Grade = "exact"
         answer: The answer, without tags.
         accepted: The accepted answers, at least one.
         grade: `exact` and `any-of` compare normalised texts; `number` compares values.
-        tolerance: For `number`: maximum difference, as a share of the accepted value. 0 means that values must be
-            equal.
+        tolerance: For `number`: maximum difference, as a share of the accepted value. At 0, values must be equal.
+            Ignored otherwise.
 
     Returns:
         Whether the answer is right. An empty answer is wrong; so is one that is not a number if a number is expected.
 
     Raises:
-        ValueError: There is no accepted answer, or one of them cannot be compared.
+        ValueError: There is no accepted answer, or one of them is empty or, for `number`, not a single number.
 
     Example:
         >>> grade_answer("The Beatles.", ["Beatles"]), grade_answer("Lennon", ["John Lennon", "Lennon"])

@@ -99,23 +99,23 @@ def parse_response(
     Args:
         text: The response.
         labels: The question's labels.
-        option_texts: The options' texts in the order of `labels`.
+        option_texts: The options' texts in the order of `labels`; None if they are unknown.
         cut: Whether the response reached its token limit. An unfinished last line is then not read.
 
     Returns:
-        The reasoning, and the label with its span in the text. The source is `free` for an answer in `<answer>` and
-        `plain` for one without that tag. Without an answer, only the reasoning is set. The reasoning is the text
-        between the think tags, either of which may be missing. If it is empty, the text between it and the answer
-        counts as the reasoning.
+        The reasoning and the answer. Without an answer, only the reasoning is set. The reasoning is the text between
+        the think tags, either of which may be missing. If there is no text between them, the reasoning is the text from
+        `</think>` to the answer.
 
     Example:
         >>> parse_response("<think>so</think><answer>(B)</answer>", ("A", "B")).label
         'B'
-        >>> parse_response("Cats purr.\\nThe answer is A.\\nThe answer is B.", ("A", "B")).label
+        >>> parse_response("Cats purr.\\nThe answer is A.\\nThe answer is B.", ("A", "B")).label is None
+        True
     """
     choices = fold_choices(labels, option_texts)
     turn = text[: find_turn_end(text, labels)]
-    # If a next turn follows, that one was cut, and this turn is complete.
+    # If a next turn follows, the token limit cut that one, and this turn is complete.
     is_turn_cut = cut and len(turn) == len(text)
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
@@ -125,7 +125,7 @@ def parse_response(
         is_last_line_unfinished = is_turn_cut and _is_torn(turn)
         if not is_last_line_unfinished:
             reading = _read_plain(turn, tags, choices)
-        answer_start = len(turn)
+        answer_start = len(turn)  # without an answer, the whole turn is searched for the reasoning
         if reading is not None:
             answer_start = _find_line_start(turn, tags, reading.span[0])
     else:
@@ -149,8 +149,8 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
             read.
 
     Returns:
-        The text without surrounding white space. None if there is no such block, it is empty, or an earlier block was
-        left open with a different text.
+        The text without surrounding white space. None if there is no such block, if it is empty or unfinished, or if an
+        earlier block was never closed and has a different text.
 
     Example:
         >>> find_answer_text("<think>so</think><answer> 42 </answer>")
@@ -158,7 +158,7 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
         >>> find_answer_text("The answer is 42.")
     """
     turn = text[: find_turn_end(text)]
-    # If a next turn follows, that one was cut, and this turn is complete.
+    # If a next turn follows, the token limit cut that one, and this turn is complete.
     is_turn_cut = cut and len(turn) == len(text)
     tags = find_tags(turn)
     opening = find_answer_tag(turn, tags)
@@ -171,7 +171,8 @@ def find_answer_text(text: str, *, cut: bool = False) -> str | None:
     answer = turn[start:end].strip()
     for earlier_start, earlier_end in _find_open_answers(turn, tags, opening):
         earlier = turn[earlier_start:earlier_end].strip()
-        if earlier not in ("", answer):
+        is_contradiction = earlier not in ("", answer)
+        if is_contradiction:
             return None
     return answer or None
 
@@ -210,6 +211,8 @@ def find_answer_tag(text: str, tags: Sequence[Tag]) -> Tag | None:
 def find_body(text: str, tags: Sequence[Tag]) -> Span:
     """Return the bounds of the text after the reasoning: from the last `</think>` to an unclosed `<think>` or the end.
 
+    Without `</think>`, the text begins at 0.
+
     Example:
         >>> text = "<think>so</think>B"
         >>> find_body(text, find_tags(text))
@@ -220,7 +223,7 @@ def find_body(text: str, tags: Sequence[Tag]) -> Span:
     for tag in tags:
         if tag.name == "/think":
             start = tag.end
-            end = len(text)
+            end = len(text)  # this tag closes every `<think>` before it
         elif tag.name == "think":
             end = min(end, tag.start)
     return start, max(start, end)
@@ -245,11 +248,12 @@ class _TurnMarker(NamedTuple):
 
 
 def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
-    """Find where the response ends and the next turn begins: at an end-of-turn token or a line such as "Question:".
+    """Find where the response ends and the next turn begins: at the first marker that counts.
 
-    Such a marker counts if a closed answer precedes it, or if neither `</think>` nor `<answer>` follows it. It never
-    counts inside the reasoning or inside a closed answer. Nor does a line such as "Question:" with no text between it
-    and the tag before it, or the beginning: there the response restates the question.
+    A marker is an end-of-turn token or a line such as "Question:". Inside the reasoning or a closed answer, it never
+    counts. After a closed answer, it always counts. Elsewhere it counts if the answer is not still to come (no
+    `</think>` or `<answer>` follows) and the response does not just restate the question. It does so if there is no
+    text between a line such as "Question:" and the tag before it, or the beginning of the response.
 
     Args:
         text: The response.
@@ -263,9 +267,9 @@ def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
         19
     """
     tags = find_tags(text)
-    # Before the last of these tags, the answer is still to come.
+    # The answer comes after the last of these tags.
     last_tag_before_answer = max((tag.start for tag in tags if tag.name in ("/think", "answer")), default=-1)
-    first_strikethrough = text.find("<s>")  # a later `</s>` closes this element and does not end the turn
+    first_strikethrough = text.find("<s>")  # a later `</s>` closes this HTML element and does not end the turn
     folded_labels = {label.casefold() for label in labels}
     for marker in _find_turn_markers(text, tags):
         start = marker.match.start()
@@ -284,18 +288,19 @@ def find_turn_end(text: str, labels: Sequence[str] = ()) -> int:
 
 
 def _find_turn_markers(text: str, tags: Sequence[Tag]) -> Iterator[_TurnMarker]:
-    """Find everything that may begin the next turn, and track which tags are open there."""
-    first_think_tag = next((tag.name for tag in tags if tag.name.endswith("think")), None)
-    is_reasoning = first_think_tag == "/think"  # the chat template had opened the think block
+    """Find everything that may begin the next turn, and whether it is in the reasoning, in an answer or after one."""
+    first_think_tag = next((tag.name for tag in tags if tag.name in ("think", "/think")), None)
+    is_in_reasoning = first_think_tag == "/think"  # the chat template had already written `<think>`
     is_answer_open = False
     has_closed_answer = False
     tags_before = 0  # number of tags before the marker
     for match in NEXT_TURN.finditer(text):
+        # Process the tags between the previous marker and this one. Inside the reasoning, answer tags do not count.
         while tags_before < len(tags) and tags[tags_before].start < match.start():
             name = tags[tags_before].name
-            if name.endswith("think"):
-                is_reasoning = name == "think"
-            elif not is_reasoning:
+            if name in ("think", "/think"):
+                is_in_reasoning = name == "think"
+            elif not is_in_reasoning:
                 has_closed_answer = has_closed_answer or (is_answer_open and name == "/answer")
                 is_answer_open = name == "answer"
             tags_before += 1
@@ -303,7 +308,7 @@ def _find_turn_markers(text: str, tags: Sequence[Tag]) -> Iterator[_TurnMarker]:
         yield _TurnMarker(
             match=match,
             previous_tag_end=tags[tags_before - 1].end if tags_before > 0 else 0,
-            is_in_reasoning=is_reasoning,
+            is_in_reasoning=is_in_reasoning,
             is_in_answer=is_answer_open and is_next_tag_closing,  # an answer that is never closed may end here
             follows_answer=has_closed_answer,
         )
@@ -315,9 +320,10 @@ def _find_turn_markers(text: str, tags: Sequence[Tag]) -> Iterator[_TurnMarker]:
 def _read_tagged(
     text: str, tags: Sequence[Tag], opening: Tag, choices: Choices, *, is_cut: bool
 ) -> LabelReading | None:
-    """Read the content of an answer block, up to `</answer>` or the end.
+    """Read the label in the answer block that a tag opens.
 
-    None if the content matches no form, its end is missing, or an earlier block was left open with a different label.
+    None if its content matches no form, if the block is unfinished, or if an earlier block was never closed and has a
+    different label.
     """
     zone = _find_answer_zone(text, tags, opening, is_cut=is_cut)
     if zone is None:
@@ -333,9 +339,9 @@ def _read_tagged(
 
 
 def _find_answer_zone(text: str, tags: Sequence[Tag], opening: Tag, *, is_cut: bool) -> Span | None:
-    """Return the bounds of an answer block's content; None if its end is missing.
+    """Return the bounds of an answer block's content; None if the block is unfinished.
 
-    A block without `</answer>` ends with the text, unless reasoning follows it or its last line is unfinished.
+    A block without `</answer>` ends with the text. It is unfinished if reasoning follows it or its last line was cut.
     """
     _, body_end = find_body(text, tags)
     closing = next((tag for tag in tags if tag.name == "/answer" and tag.start >= opening.end), None)
@@ -351,13 +357,13 @@ def _find_answer_zone(text: str, tags: Sequence[Tag], opening: Tag, *, is_cut: b
 def _find_open_answers(text: str, tags: Sequence[Tag], opening: Tag) -> Iterator[Span]:
     """Yield the bounds of earlier answer blocks that were never closed: they may be the answers of an earlier turn.
 
-    Such a block ends at the following `<answer>`, or at a marker of the next turn before it.
+    Such a block ends at the following `<answer>`, or at a marker of the next turn before that tag.
     """
     body_start, _ = find_body(text, tags)
     answer_tags = [tag for tag in tags if tag.name.endswith("answer") and body_start <= tag.start <= opening.start]
     for tag, following in pairwise(answer_tags):
-        was_left_open = tag.name == "answer" and following.name == "answer"
-        if not was_left_open:
+        was_never_closed = tag.name == "answer" and following.name == "answer"
+        if not was_never_closed:
             continue
         next_turn = NEXT_TURN.search(text, tag.end, following.start)
         end = following.start if next_turn is None else next_turn.start()
@@ -372,12 +378,13 @@ class _Line(NamedTuple):
 def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReading | None:
     """Read a response whose body has no `<answer>`: the whole text after the reasoning, or else its last line.
 
-    A last line that states the answer is read unless an earlier line states a different one. A last line that only
-    names a label may be the end of a list or sentence. It is read only after a complete sentence or under a lead, a
-    line such as "Final answer:".
+    A last line that states the answer ("The answer is B") is read unless an earlier line gives a different one. A last
+    line that only names a label ("B") may be the end of a list or sentence. It is read only after a complete sentence
+    or below a lead, which is a line such as "Final answer:".
 
     Returns:
-        The label. None if there is no such answer, the reasoning never ends, or text follows a lone `</answer>`.
+        The label. None if neither the text nor its last line gives an answer, if the reasoning never ends, or if text
+        follows a lone `</answer>`.
     """
     start, end = find_body(text, tags)
     is_reasoning_unfinished = end < len(text)  # the body ends early only at a `<think>` that is never closed
@@ -394,17 +401,17 @@ def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReadin
     if whole is not None:
         return whole
     lines = _find_lines(text, start, end)
-    if len(lines) < 2:
+    if len(lines) < 2:  # a single line has just been read as the whole text
         return None
     answer_line = len(lines) - 1
     reading = read_form(text, lines[answer_line].span, choices)
     if reading is None:
         return None
-    is_under_lead = not reading.states_answer and is_lead(lines[answer_line - 1].text)
-    if is_under_lead:  # the lead and the label below it are one statement
+    is_below_lead = not reading.states_answer and is_lead(lines[answer_line - 1].text)
+    if is_below_lead:  # the lead and the label below it are one statement
         answer_line -= 1
         reading = reading._replace(states_answer=True)
-    if not _may_follow(lines, answer_line, reading):
+    if not _is_separate_answer(lines, answer_line, reading):
         return None
     if _is_contradicted(reading, text, lines[:answer_line], choices):
         return None
@@ -421,17 +428,17 @@ def _find_lines(text: str, start: int, end: int) -> list[_Line]:
     return lines
 
 
-def _may_follow(lines: Sequence[_Line], answer_line: int, reading: LabelReading) -> bool:
-    """Whether a line is an answer of its own, given the line before it, and not a part of what precedes it.
+def _is_separate_answer(lines: Sequence[_Line], answer_line: int, reading: LabelReading) -> bool:
+    """Whether a line is an answer of its own, and not a part of a list, a quotation or the sentence before it.
 
-    Any answer may be the first line, follow a lead, or follow a complete sentence. If it states the answer, it may also
-    follow a line without a full stop that does not expect a continuation. A list item and a quoted statement are never
-    answers of their own, nor is "So it is B", where "it" may refer to anything.
+    It must be the first line, or follow a lead or a complete sentence. A line that states the answer may also follow a
+    line without a full stop, unless that line expects a continuation ("I doubt that"). A list item and a quoted
+    statement are never answers of their own. Nor is "So it is B", where "it" may refer to anything.
 
     Args:
-        lines: The lines of the response.
+        lines: The lines of the response that contain words.
         answer_line: Index of the line at which the answer begins.
-        reading: The label read from that line, or from the line below it if that line is a lead.
+        reading: The label that was read from that line, or from the line below it if that line is a lead.
     """
     line = lines[answer_line].text
     is_list_item = LIST_ITEM.match(line) is not None
@@ -452,11 +459,20 @@ def _may_follow(lines: Sequence[_Line], answer_line: int, reading: LabelReading)
 
 
 def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line], choices: Choices) -> bool:
-    """Whether an earlier line gives a different label, or claims one."""
+    """Whether an earlier line gives a different label: it claims one in a sentence, states one, or names one.
+
+    Args:
+        reading: The label that was read as the answer.
+        text: The response.
+        earlier: The lines before the answer.
+        choices: The question's labels and option texts.
+    """
     if not earlier:
         return False
-    earlier_labels = find_claims(text[earlier[0].span[0] : earlier[-1].span[1]], choices)
-    named_labels: set[str] = set()  # alone on a line, without a lead such as "The answer is"
+    first_start, _ = earlier[0].span
+    _, last_end = earlier[-1].span
+    earlier_labels = find_claims(text[first_start:last_end], choices)
+    named_labels: set[str] = set()  # in a line such as "B", without a lead such as "The answer is"
     distinct_lines = {line.text: line for line in earlier}  # a response stuck in a loop repeats lines
     for line in distinct_lines.values():
         earlier_reading = read_form(text, line.span, choices)
@@ -466,9 +482,9 @@ def _is_contradicted(reading: LabelReading, text: str, earlier: Sequence[_Line],
             earlier_labels.add(earlier_reading.label)
         else:
             named_labels.add(earlier_reading.label)
-    # Two or more labels, each alone on a line, are a list of the options. A statement may follow such a list.
-    lists_options = len(named_labels) >= 2
-    if not reading.states_answer or not lists_options:
+    # Lines that name two or more labels are a list of the options, and a line that states the answer may follow it.
+    follows_list_of_options = reading.states_answer and len(named_labels) >= 2
+    if not follows_list_of_options:
         earlier_labels |= named_labels
     return bool(earlier_labels - {reading.label})
 
@@ -496,8 +512,9 @@ def _find_line_start(text: str, tags: Sequence[Tag], label_start: int) -> int:
 def _find_reasoning(head: str) -> str | None:
     """Find the reasoning in the text before the answer; None if there is none.
 
-    It is the text from the first `<think>` (or the beginning) to the last `</think>` (or the end). If that is empty,
-    it is the text after `</think>`.
+    It is the text from the first `<think>` to the last `</think>`, without tags. Without `<think>` it starts at the
+    beginning, and without `</think>` it ends where the answer begins. If it is empty, the text after `</think>` is
+    returned.
     """
     tags = find_tags(head)
     start = 0

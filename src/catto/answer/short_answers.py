@@ -1,7 +1,7 @@
 """Read a short answer or a number from a response to a question without options, and compare answers.
 
-The answer is the content of the last `<answer>`, as for labels. Without that tag, it is the last line: if that is the
-only one after the reasoning, or states the answer ("The answer is 12", "#### 12"). Any other response has no answer.
+The answer is the content of the last `<answer>`, as for labels. Without that tag, it is the last line, if that is the
+only line after the reasoning or states the answer ("The answer is 12", "#### 12"). Any other response has no answer.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
 
     Args:
         text: The response.
-        grade: How answers to the question are compared.
-        cut: Whether the response reached its token limit. Then an answer without `<answer>` is not read, nor is an
-            unclosed one with an unfinished last line.
+        grade: How answers to the question are compared: `exact`, `any-of` or `number`.
+        cut: Whether the response reached its token limit. An answer without `<answer>` is then not read. Nor is one
+            without `</answer>` if its last line is unfinished.
 
     Returns:
         The text of the answer, and a key that is the same for all equal answers. `NO_SHORT_ANSWER` if there is none, if
-        it is too long, or if it cannot be compared: with the grade `number`, it must be a single number.
+        it has more than 300 characters or, with the grade `number`, if it is not a single number.
 
     Example:
         >>> read_short_answer("<think>2 + 2</think><answer>$4.00</answer>", "number")
@@ -61,8 +61,10 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
     has_tag = find_answer_tag(turn, find_tags(turn)) is not None
     if has_tag:
         answer = find_answer_text(text, cut=cut)
+    elif cut:
+        answer = None
     else:
-        answer = None if cut else _find_plain_answer(turn)
+        answer = _find_plain_answer(turn)
     if answer is None or len(answer) > MAX_ANSWER:
         return NO_SHORT_ANSWER
     key = find_answer_key(answer, grade)
@@ -72,10 +74,14 @@ def read_short_answer(text: str, grade: Grade = "exact", *, cut: bool = False) -
 
 
 def _find_plain_answer(turn: str) -> str | None:
-    """Find the last line if it is the only one after the reasoning, or states the answer; None otherwise."""
+    """Find the answer of a response without `<answer>`: its last line.
+
+    None unless that line is the only one after the reasoning or states the answer. None as well if the reasoning never
+    ends, or if there is a tag after it, such as a lone `</answer>`.
+    """
     tags = find_tags(turn)
     start, end = find_body(turn, tags)
-    is_reasoning_unfinished = end < len(turn)
+    is_reasoning_unfinished = end < len(turn)  # the body ends early only at a `<think>` that is never closed
     has_other_tag = any(start <= tag.start < end for tag in tags)
     if is_reasoning_unfinished or has_other_tag:
         return None
@@ -110,37 +116,39 @@ def is_right_answer(answer: str, question: Question) -> bool:
 def merge_equivalent(answers: Sequence[str | None], equivalent: Equivalent) -> list[str | None]:
     """Replace each answer by the first one that means the same; None stays None.
 
-    An answer is compared with the first answer of every group so far, in order, and joins the first equivalent group.
+    Answers that mean the same form a group. Each answer is compared with the first answer of every group so far, in
+    order. It joins the group of the first one that means the same, or else begins a new group. `equivalent` is not
+    called for an answer that equals the first answer of a group.
 
     Args:
-        answers: The answers to one question, in the order of the samples.
+        answers: The answers to one question, in the order of the samples; None for a sample without an answer.
         equivalent: Called with the first answer of a group and a later answer; returns whether they mean the same.
 
     Returns:
-        The first answer of each answer's group.
+        For each answer, the first answer of its group.
 
     Example:
         >>> merge_equivalent(["nyc", "boston", None, "new york city"], lambda a, b: {a, b} == {"nyc", "new york city"})
         ['nyc', 'boston', None, 'nyc']
     """
-    firsts: list[str] = []  # the first answer of every group
+    first_answers: list[str] = []  # of every group
     merged: list[str | None] = []
     for answer in answers:
         if answer is None:
             merged.append(None)
             continue
-        first = _find_equivalent(answer, firsts, equivalent)
+        first = _find_equivalent(answer, first_answers, equivalent)
         if first is None:
             first = answer
-            firsts.append(answer)
+            first_answers.append(answer)
         merged.append(first)
     return merged
 
 
-def _find_equivalent(answer: str, firsts: Sequence[str], equivalent: Equivalent) -> str | None:
-    if answer in firsts:
+def _find_equivalent(answer: str, first_answers: Sequence[str], equivalent: Equivalent) -> str | None:
+    if answer in first_answers:
         return answer
-    for first in firsts:
+    for first in first_answers:
         if equivalent(first, answer):
             return first
     return None
@@ -149,11 +157,12 @@ def _find_equivalent(answer: str, firsts: Sequence[str], equivalent: Equivalent)
 def measure_agreement(answers: Sequence[str | None]) -> list[float]:
     """Return the agreement of each answer with all answers: (s + 1) / (k + 2) if s of the k answers equal it.
 
-    An answer equals itself, so s is at least 1. The value is the posterior mean of a success rate after s successes in
-    k trials, under a uniform prior (Laplace). None, a sample without an answer, has agreement 0 and counts in k.
+    The answer itself is one of the s. The value is the posterior mean of a success rate after s successes in k trials,
+    under a uniform prior (Laplace).
 
     Args:
-        answers: The k sampled answers to one question.
+        answers: The k sampled answers to one question; None for a sample without an answer. Such a sample has agreement
+            0 and counts in k.
 
     Returns:
         k numbers in [0, 1), in the order of the answers.

@@ -35,7 +35,7 @@ class UnreadableLabelError(ValueError):
 
 
 class Branches(NamedTuple):
-    """The tokens that all labels begin with, and each label's path: its tokens after them."""
+    """The tokens that all labels begin with, and each label's path: its tokens after those."""
 
     shared: TokenIds
     paths: Mapping[str, TokenIds]
@@ -112,21 +112,25 @@ def locate_label(
     *,
     cut: bool = False,
 ) -> LabelPosition | None:
-    """Find the label that a response answers with, and the tokens of every label in its place.
+    """Find the label that a response answers with, and the tokens that each label would have at this position.
+
+    The labels are compared at the token in which the written label begins, or, if the tokens of two labels begin alike,
+    at the first token that differs.
 
     Args:
         tokenizer: The tokenizer that the ids belong to.
         ids: Token ids of the response.
         labels: The question's labels.
-        option_texts: The options' texts in the order of `labels`.
-        cut: Whether the response reached its token limit.
+        option_texts: The options' texts in the order of `labels`; None if they are unknown.
+        cut: Whether the response reached its token limit. An unfinished last line is then not read.
 
     Returns:
         The position of the label that `parse_response` reads; None if the response gives no answer.
 
     Raises:
-        UnreadableLabelError: The label's tokens do not distinguish it from a different label. Even labels that pass
-            `check_labels` may share a token in the case in which the model wrote them.
+        UnreadableLabelError: The label's tokens do not distinguish it from a different label, or the tokens of the
+            response cannot be mapped to its characters. Even labels that pass `check_labels` may share a token in
+            capitals or lower case: "Toxic" and "Tolerable" may, although "toxic" and "tolerable" do not.
     """
     text = decode_ids(tokenizer, ids)
     parsed = parse_response(text, labels, option_texts, cut=cut)
@@ -136,14 +140,16 @@ def locate_label(
     # The tokens of the label's first character: usually one, which may also contain text before and after the label.
     tokens = _find_character(tokenizer, ids, text, start)
     own_path = tuple(ids[tokens.first : tokens.last + 1])
+    # The index of the first character after these tokens. They may end within a character, which then decodes
+    # differently, so only the characters that agree with the text are counted.
     text_through_tokens = decode_ids(tokenizer, ids[: tokens.last + 1])
-    token_end = _count_agreeing(text_through_tokens, text)
+    end_of_tokens = _count_agreeing(text_through_tokens, text)
     # The other labels are encoded in the form in which this one was written.
     form = _WrittenForm(
         head=text[parsed.answer_start : start],
         lead=text[tokens.begin : start],
         written=text[start:end],
-        after=text[end:token_end],
+        after=text[end:end_of_tokens],
     )
     branches = _find_branches(tokenizer, tuple(labels), parsed.label, own_path, form)
     return LabelPosition(
@@ -166,8 +172,8 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
         The index of the label's token, and the K labels' tokens in the order of `labels`.
 
     Raises:
-        ValueError: The completion has no label, a label has no token of the same form, or two labels share their first
-            token.
+        ValueError: The completion has no label, a label has no token in the form in which the completion's label is
+            written, or a single token does not tell two labels apart.
     """
     position = locate_label(tokenizer, ids, labels)
     if position is None:
@@ -176,11 +182,12 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
     for label in labels:
         if label not in position.paths:
             raise ValueError(f"label {label!r} has no token like that of {position.label!r} in {_name(tokenizer)}")
-    # A path has several tokens if its first token begins at least two labels.
+    # A path has several tokens only if its first token begins at least two labels. The error names two of them.
     with_longer_path = [label for label, path in position.paths.items() if len(path) > 1]
     if with_longer_path:
         shared_token = position.paths[with_longer_path[0]][0]
-        first, second = [label for label in with_longer_path if position.paths[label][0] == shared_token][:2]
+        with_shared_token = [label for label in with_longer_path if position.paths[label][0] == shared_token]
+        first, second = with_shared_token[:2]
         raise ValueError(
             f"labels {first!r} and {second!r} begin with the same token in {_name(tokenizer)}: evaluation reads "
             f"further tokens, but training reads one token"
@@ -201,10 +208,12 @@ def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelP
         labels: The question's labels.
 
     Returns:
-        The position of a label that is still to be chosen: the first token at which the labels differ.
+        The position after the text, or after further tokens that all labels begin with. Its `label` is None, since no
+        label was written there.
 
     Raises:
-        ValueError: Two labels begin with the same tokens, or the tokens before them differ.
+        ValueError: A label cannot be encoded, its tokens do not distinguish it from a different label, or the tokens
+            before the labels differ.
     """
     ids_before = {}
     paths = {}
@@ -235,8 +244,8 @@ def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:
 def encode_continuation(tokenizer: Any, text: str) -> list[int]:
     """Encode a text that continues another text, without special tokens and without a dummy space at its beginning.
 
-    The text is encoded after `_ANCHOR`, whose tokens are then removed. If the tokenizer merges the two, the text is
-    encoded alone.
+    The text is encoded after `_ANCHOR`, whose tokens are then removed. If the tokenizer merges the anchor and the text
+    into one token, the text is encoded alone.
     """
     ids = _tokenize(tokenizer, _ANCHOR + text)
     anchored_text = decode_ids(tokenizer, ids)
@@ -260,7 +269,8 @@ def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, 
         ids: Token ids.
         text: `decode_ids(tokenizer, ids)`.
         position: Index of the character in `text`.
-        tail: Number of last tokens to search first. If they do not give a certain result, all tokens are searched.
+        tail: Number of tokens at the end that are searched first, to save time. If the token may not be among them, all
+            tokens are searched.
 
     Returns:
         The index of the token, and the index of the character at which it begins.
@@ -268,26 +278,31 @@ def find_token(tokenizer: Any, ids: Sequence[int], text: str, position: int, *, 
     Raises:
         UnreadableLabelError: The text of the ids does not begin with the texts of their prefixes.
     """
-    start = max(len(ids) - tail, 0)
-    tail_ids = ids[start:]
+    tail_start = max(len(ids) - tail, 0)
+    tail_ids = ids[tail_start:]
     tail_text = decode_ids(tokenizer, tail_ids)
-    offset = len(text) - len(tail_text)
+    offset = len(text) - len(tail_text)  # index in `text` of the tail's first character
     through_character = tail_text[: max(position - offset + 1, 0)]
 
     def has_character(length: int) -> bool:
         return decode_ids(tokenizer, tail_ids[:length]).startswith(through_character)
 
-    index = bisect_left(range(1, len(tail_ids) + 1), True, key=has_character)
-    before = decode_ids(tokenizer, tail_ids[:index])
+    # The shortest prefix with the character has `tokens_before` + 1 tokens.
+    tokens_before = bisect_left(range(1, len(tail_ids) + 1), True, key=has_character)
+    text_before = decode_ids(tokenizer, tail_ids[:tokens_before])
     # Bisection is valid only if the text begins with the texts of prefixes; such a text may end in a torn character.
-    begins_with_prefix = index < len(tail_ids) and tail_text.startswith(before.rstrip(_TORN_CHARACTER))
-    # The first token of the tail may begin before the position, and a tokenizer may trim it when it decodes the tail.
-    is_certain = begins_with_prefix and index > 0 and text.endswith(tail_text)
-    if start > 0 and not is_certain:
+    was_found = tokens_before < len(tail_ids)
+    begins_with_prefix = was_found and tail_text.startswith(text_before.rstrip(_TORN_CHARACTER))
+    # If it is the tail's first token, its text may be wrong: some tokenizers trim the first token that they decode. It
+    # is also the result if the character is before the tail.
+    is_first_of_tail = tokens_before == 0
+    is_certain = begins_with_prefix and not is_first_of_tail and text.endswith(tail_text)
+    if tail_start > 0 and not is_certain:
         return find_token(tokenizer, ids, text, position, tail=len(ids))
     if not begins_with_prefix:
         raise UnreadableLabelError(f"{_name(tokenizer)}: the text of tokens does not begin with their prefixes' texts")
-    return TokenStart(token_index=start + index, begin=offset + _count_agreeing(before, through_character))
+    begin = offset + _count_agreeing(text_before, through_character)
+    return TokenStart(token_index=tail_start + tokens_before, begin=begin)
 
 
 class _CharacterTokens(NamedTuple):
@@ -302,7 +317,7 @@ def _find_character(tokenizer: Any, ids: Sequence[int], text: str, position: int
     """Find all tokens of a character: one, or several if its UTF-8 bytes are in different tokens."""
     last, begin = find_token(tokenizer, ids, text, position)
     first = last
-    is_one_byte = text[position].isascii()
+    is_one_byte = text[position].isascii()  # a single byte is in a single token
     # Step back until the text before `first` ends with a whole character.
     while first > 0 and not is_one_byte:
         before = decode_ids(tokenizer, ids[:first])
@@ -348,8 +363,9 @@ def restyle_labels(labels: Sequence[str], label: str, written: str) -> dict[str,
         written: How it was written.
 
     Returns:
-        Label -> its written form. If no rule of upper and lower case leads from `label` to `written` ("yES"), every
-        label keeps its own form. Only `label` itself if it was written in other characters, such as fullwidth ones.
+        Label -> its text in the same case: unchanged, lower, upper, capitalised or title case. Labels are unchanged if
+        `written` is in none of these cases ("yES"). If `written` has non-ASCII characters that no change of case
+        explains, such as fullwidth ones, only `label` is returned.
 
     Example:
         >>> restyle_labels(("yes", "no"), "yes", "Yes")
@@ -379,7 +395,7 @@ def _find_branches(
             paths[name] = own_path
         elif name in restyled:
             path = _encode_rival(tokenizer, restyled[name], form)
-            if path is None:
+            if path is None:  # the vocabulary may still have the token
                 path = _exchange_label(tokenizer, own_path, form.written, restyled[name])
             if path is not None:
                 paths[name] = path
@@ -417,6 +433,8 @@ def _exchange_label(tokenizer: Any, own_path: TokenIds, written: str, rival: str
 def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Branches:
     """Split off the tokens that all labels share, and cut each path after the token that distinguishes its label.
 
+    For example, the paths (1, 2, 3), (1, 4, 5) and (1, 4, 6) share the token 1. They become (2,), (4, 5) and (4, 6).
+
     Args:
         tokenizer: The tokenizer, for its name and tokens in errors.
         paths: Label -> the tokens that contain its first character: several if the character is encoded in bytes.
@@ -433,7 +451,7 @@ def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Br
     shared = count_common(*paths.values())
     cut_paths = {}
     for label, path in paths.items():
-        end = 0
+        end = 0  # index after the token that distinguishes the label from all others
         for other, other_path in paths.items():
             if other == label:
                 continue

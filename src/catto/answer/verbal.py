@@ -22,8 +22,8 @@ def read_stated_confidence(text: str) -> float | None:
         text: The response.
 
     Returns:
-        The confidence in [0, 1]. None if the response states none, states more than one, or states something that is
-        not a probability.
+        The confidence in [0, 1]. None if the response states no confidence, more than one, or something that is not a
+        probability.
 
     Example:
         >>> read_stated_confidence("<answer>B</answer><confidence>0.8</confidence>")
@@ -39,8 +39,8 @@ def read_stated_confidence(text: str) -> float | None:
     if len(tags) != 2:
         return None
     first, second = tags
-    is_pair = not first["slash"] and bool(second["slash"])
-    if not is_pair:
+    is_opening_and_closing = not first["slash"] and bool(second["slash"])
+    if not is_opening_and_closing:
         return None
     stated = PROBABILITY.fullmatch(turn, first.end(), second.start())
     if stated is None:
@@ -48,4 +48,4 @@ def read_stated_confidence(text: str) -> float | None:
     value = float(stated["number"])
     if stated["percent"]:
         value /= 100
-    return value if value <= 1 else None
+    return value if value <= 1 else None  # "80" without its sign is not read as 80%

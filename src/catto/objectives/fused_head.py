@@ -45,7 +45,7 @@ class TokenStats:
         target: log p_t, the log-probability of the response's token.
         rival: log p_r, the log-probability of the most probable other token.
         logsumexp: Log-sum-exp of the logits.
-        log_doubt: log(1 - c), an extra.
+        log_doubt: log(1 - c), an extra; c is the largest probability of any token.
         mean_logit: Mean logit over the vocabulary, an extra.
         entropy: Entropy in nats, an extra.
         log_sum_sq: log sum_j p_j^2, an extra that has no gradient.
@@ -92,7 +92,7 @@ class TokenStats:
         return TokenStats(**values)
 
     def __getitem__(self, index: Any) -> TokenStats:
-        """Apply an index to every statistic, e.g. `stats[:batch]` for the chosen half."""
+        """Apply an index to every statistic, e.g. `stats[:n]` for the first n responses of a batch."""
         return self.map(lambda value: value[index])
 
 
@@ -116,17 +116,19 @@ def token_stats(
     gradients accumulate in fp32, or in float64 if the inputs are float64.
 
     Args:
-        hidden: Last hidden states (..., H); with `weight=None`, the logits (..., V) themselves.
-        weight: Weight of the LM head (V, H), or None.
+        hidden: Last hidden states (..., H); with `weight=None`, logits y (..., V).
+        weight: Weight of the LM head (V, H); None if `hidden` contains logits.
         targets: Token ids (...). Positions with -100 are masked and skipped.
-        bias: Bias of the LM head (V,).
-        tile: Number of columns of a tile; None chooses it by device and shape.
-        softcap: Soft cap of the logits, as in Gemma 2; None means no soft cap.
-        scale: Factor of the logits.
-        temperature: Divisor of the logits.
-        extras: Names of the optional statistics to compute; each costs an additional pass over every tile.
-        masked: Pass False if no target is -100. This avoids a synchronisation of the host with the device.
-        precision: Precision of the inputs of the matrix products, see `product_dtype`.
+        bias: Bias of the LM head (V,), or None.
+        tile: Number of vocabulary entries whose logits are computed at a time; None chooses it by device and shape.
+        softcap: Soft cap of the logits, above 0, as in Gemma 2; None means no soft cap.
+        scale: Number by which y is multiplied.
+        temperature: Number by which the logits are divided, above 0.
+        extras: Which of the optional statistics `log_doubt`, `mean_logit`, `entropy` and `log_sum_sq` to compute. Each
+            costs an additional pass over every tile.
+        masked: Whether targets may be -100. Pass False if none is: looking for them makes the host wait for the device.
+        precision: With `auto`, a CUDA GPU multiplies 16-bit inputs if the weight is 16-bit or autocast is on, and adds
+            the products in fp32. With `fp32`, and on other devices, the inputs are first converted to fp32.
 
     Returns:
         Statistics with the shape of the targets, 0 at masked positions.
@@ -138,7 +140,7 @@ def token_stats(
     >>> round(stats.confidence.item(), 4), round(stats.margin.item(), 4), stats.right.item()
     (0.5, 0.2, True)
     """
-    with gather_partitions(weight, bias):
+    with gather_zero3_parameters(weight, bias):
         spec = _make_logit_spec(
             hidden,
             targets,
@@ -159,13 +161,13 @@ def token_stats(
         else:
             rows = hidden[is_scored]
             ids = targets[is_scored]
-        no_labels = ids.new_zeros(len(ids), 0)
+        no_labels = ids.new_zeros(len(ids), 0)  # (N, 0): scoring label tokens is only needed in `label_logprobs`
         output = HeadOutput(*_TiledHead.apply(rows, weight, bias, ids, no_labels, spec))  # type: ignore[no-untyped-call]
-    stats = output.token_stats()
+    stats = output.without_labels()
     if not all_scored:
         return stats.map(lambda value: value.new_zeros(is_scored.shape).masked_scatter(is_scored, value))
     if targets.dim() == 1:
-        return stats  # already in shape: FSDP2 warns about a forward that returns a view
+        return stats  # already in this shape; FSDP2 warns if a forward pass returns views
     return stats.map(lambda value: value.view_as(targets))
 
 
@@ -185,31 +187,32 @@ def label_logprobs(
     """Compute the log-probabilities of K labels at one position of each sequence.
 
     Args:
-        hidden: Last hidden states (B, T, H); with `weight=None`, the logits (B, T, V) themselves.
-        weight: Weight of the LM head (V, H), or None.
+        hidden: Last hidden states (B, T, H); with `weight=None`, logits (B, T, V).
+        weight: Weight of the LM head (V, H); None if `hidden` contains logits.
         positions: One position in each sequence (B,).
         labels: Token ids (B, K), padded with -100 if a sequence has fewer labels.
-        bias: Bias of the LM head (V,).
-        tile: Number of columns of a tile; None chooses it by device and shape.
-        softcap: Soft cap of the logits; None means no soft cap.
-        scale: Factor of the logits.
-        temperature: Divisor of the logits.
-        precision: Precision of the inputs of the matrix products, see `product_dtype`.
+        bias: Bias of the LM head (V,), or None.
+        tile: Number of vocabulary entries whose logits are computed at a time; None chooses it by device and shape.
+        softcap: Soft cap of the logits, above 0, as in Gemma 2; None means no soft cap.
+        scale: Number by which the logits are multiplied before the soft cap.
+        temperature: Number by which the logits are divided after the soft cap, above 0.
+        precision: With `auto`, a CUDA GPU multiplies 16-bit inputs if the weight is 16-bit or autocast is on, and adds
+            the products in fp32. With `fp32`, and on other devices, the inputs are first converted to fp32.
 
     Returns:
         Log-probabilities (B, K); -inf where a label is -100.
 
     Raises:
-        ValueError: As in `token_stats`.
+        ValueError: The shapes do not match, or an option is out of its range.
 
     >>> logits = torch.tensor([[[0.5, 0.3, 0.2]]]).log()
     >>> label_logprobs(logits, None, torch.tensor([0]), torch.tensor([[2, 0, -100]])).exp().round(decimals=4)
     tensor([[0.2000, 0.5000, 0.0000]])
     """
-    with gather_partitions(weight, bias):
+    with gather_zero3_parameters(weight, bias):
         sequences = torch.arange(hidden.shape[0], device=hidden.device)
         rows = hidden[sequences, positions]
-        ids = labels.clamp(min=0)
+        ids = labels.clamp(min=0)  # a valid id in place of -100; its log-probability becomes -inf below
         first_label = ids[:, 0]  # the head requires a target, but its statistics are not used here
         spec = _make_logit_spec(
             rows,
@@ -242,20 +245,22 @@ def _make_logit_spec(
 ) -> LogitSpec:
     """Return how to compute the logits; raise ValueError if shapes do not match or an option is out of range."""
     vocabulary = hidden.shape[-1] if weight is None else weight.shape[0]
-    tokens = hidden.shape[:-1].numel()
-    rows_per_tile, columns_per_tile = tile_shape(tokens, vocabulary, hidden.device, tile)
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden {tuple(hidden.shape)} and targets {tuple(targets.shape)} do not match")
     if weight is not None and weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not match")
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({vocabulary},)")
-    valid_softcap = softcap is None or softcap > 0
-    if vocabulary < 2 or columns_per_tile < 1 or temperature <= 0 or not valid_softcap:
+    has_rival = vocabulary >= 2  # the rival is the most probable token other than the target
+    is_tile_valid = tile is None or tile >= 1
+    is_softcap_valid = softcap is None or softcap > 0
+    if not has_rival or not is_tile_valid or temperature <= 0 or not is_softcap_valid:
         raise ValueError("expected a vocabulary of at least 2, tile >= 1, temperature > 0, softcap > 0 or None")
     unknown = set(extras) - set(EXTRAS)
     if unknown:
         raise ValueError(f"extras {sorted(unknown)} are not among {', '.join(EXTRAS)}")
+    tokens = hidden.shape[:-1].numel()
+    rows_per_tile, columns_per_tile = tile_shape(tokens, vocabulary, hidden.device, tile)
     return LogitSpec(
         softcap=softcap,
         scale=scale,
@@ -268,18 +273,19 @@ def _make_logit_spec(
     )
 
 
-def gather_partitions(*parameters: Tensor | None) -> AbstractContextManager[Any]:
-    """Gather parameters that DeepSpeed ZeRO-3 has partitioned, for the duration of the context.
+def gather_zero3_parameters(*parameters: Tensor | None) -> AbstractContextManager[Any]:
+    """Gather parameters that DeepSpeed ZeRO-3 has partitioned across processes, for the duration of the context.
 
     Without ZeRO-3 this does nothing.
     """
-    partitioned = {id(p): p for p in parameters if p is not None and hasattr(p, "ds_status")}
+    # ZeRO-3 adds `ds_status` to the parameters that it partitions.
+    partitioned = [p for p in parameters if p is not None and hasattr(p, "ds_status")]
     if not partitioned:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
     # A tied head may already be gathered by the embedding's module. Gathering it here too would release it too early.
-    missing = [p for p in partitioned.values() if p.ds_status != ZeroParamStatus.AVAILABLE]
+    missing = [p for p in partitioned if p.ds_status != ZeroParamStatus.AVAILABLE]
     if not missing:
         return nullcontext()
     gathering: AbstractContextManager[Any] = GatheredParameters(missing)
@@ -290,9 +296,10 @@ def gather_partitions(*parameters: Tensor | None) -> AbstractContextManager[Any]
 
 
 class RunningSums(NamedTuple):
-    """Running sums over the tiles that have been processed, for N tokens.
+    """Running sums over the tiles that have been processed, for N tokens, (N,) each and labels (N, K).
 
-    The sums named `rest` leave out the target and the rival. They are in units of exp(z_r).
+    z_r is the rival's logit: the largest so far, without the target's. The sums named `rest` leave out the target and
+    the rival. Their exponentials are divided by exp(z_r), so that they cannot overflow.
     """
 
     target: Tensor  # z_t
@@ -301,8 +308,8 @@ class RunningSums(NamedTuple):
     rest: Tensor  # sum exp(z - z_r)
     rest_z: Tensor  # sum exp(z - z_r) z
     rest_sq: Tensor  # sum exp(2 (z - z_r))
-    total: Tensor  # sum z, over the whole vocabulary
-    labels: Tensor  # z of the K label tokens, (N, K)
+    total: Tensor  # sum z, including the target and the rival
+    labels: Tensor  # z of the K label tokens
 
 
 class HeadOutput(NamedTuple):
@@ -317,8 +324,8 @@ class HeadOutput(NamedTuple):
     log_sum_sq: Tensor | None
     labels: Tensor  # (N, K)
 
-    def token_stats(self) -> TokenStats:
-        """Return the statistics without the labels."""
+    def without_labels(self) -> TokenStats:
+        """Return the statistics without the label log-probabilities."""
         return TokenStats(*self[:-1])
 
 
@@ -328,7 +335,7 @@ def empty_sums(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> RunningSu
     return RunningSums(
         target=zero,
         rival=zero - torch.inf,
-        rival_id=targets,
+        rival_id=targets,  # any valid ids; the first rival replaces them
         rest=zero,
         rest_z=zero,
         rest_sq=zero,
@@ -343,50 +350,44 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     targets: (N,), labels: (N, K).
     """
     z = tile.logits
-    # A finite substitute for -inf: its exponential is 0, and in the entropy's sum 0 * lowest is 0 instead of nan.
-    lowest = torch.finfo(z.dtype).min / 8
-
-    label_logits = sums.labels
-    if labels.shape[1]:
-        inside, column = locate_tokens(labels, tile.columns)
-        label_logits = torch.where(inside, z.gather(-1, column), label_logits)
+    label_logits = _read_label_logits(tile, labels, sums.labels)
     total = sums.total
     if "mean_logit" in extras:
         total = total + z.sum(-1)
 
-    # Remove the target and the best other token from the tile.
-    target_inside, column = locate_tokens(targets, tile.columns)
-    target_column = column.unsqueeze(-1)
-    target_logit = z.gather(-1, target_column)
-    z.scatter_(-1, target_column, torch.where(target_inside.unsqueeze(-1), lowest, target_logit))
+    # A finite substitute for -inf: its exponential is 0, and in the entropy's sum 0 * lowest is 0 instead of nan.
+    lowest = torch.finfo(z.dtype).min / 8
+    target_logit = _remove_target(tile, targets, sums.target, lowest)
     best, best_column = z.max(-1)
     z.scatter_(-1, best_column.unsqueeze(-1), lowest)
 
-    # Sum the remaining tokens, in units of exp(best). If the tile contained only the target, `best` is `lowest`: the
-    # clamp makes the sum 0.
+    # What is left in the tile belongs to the rest. If the tile contained only the target, `best` is `lowest`, and the
+    # clamp makes exp(lowest - peak) 0 instead of 1.
     peak = best.clamp(min=lowest / 2).unsqueeze(-1)
     if "entropy" in extras:
-        e = (z - peak).exp_()  # z itself is needed below
+        exp_z = (z - peak).exp_()  # not in place: z itself is needed below
     else:
-        e = z.sub_(peak).exp_()
+        exp_z = z.sub_(peak).exp_()
 
-    # Of the old rival and the tile's best, the greater is the new rival and sets the units. The lesser joins the rest.
+    # The greater of the old rival and the tile's best token is the new rival, and the lesser one joins the rest. All
+    # exponentials must be divided by that of the new rival.
     greater = torch.maximum(sums.rival, best)
     lesser = torch.minimum(sums.rival, best)
-    old_units = (sums.rival - greater).exp()
-    tile_units = (best - greater).exp()
+    rescale_old = (sums.rival - greater).exp()
+    rescale_tile = (best - greater).exp()
     exp_lesser = (lesser - greater).exp()
-    rest = sums.rest * old_units + e.sum(-1) * tile_units + exp_lesser
+    rest = sums.rest * rescale_old + exp_z.sum(-1) * rescale_tile + exp_lesser
     rest_sq = sums.rest_sq
     if "log_sum_sq" in extras:
-        rest_sq = rest_sq * old_units**2 + (e * e).sum(-1) * tile_units**2 + exp_lesser**2
+        rest_sq = rest_sq * rescale_old**2 + (exp_z * exp_z).sum(-1) * rescale_tile**2 + exp_lesser**2
     rest_z = sums.rest_z
     if "entropy" in extras:
-        rest_z = rest_z * old_units + z.mul_(e).sum(-1) * tile_units + exp_lesser * lesser.clamp(min=lowest)
+        lesser_z = lesser.clamp(min=lowest)  # -inf before the first rival, and 0 * -inf would be nan
+        rest_z = rest_z * rescale_old + z.mul_(exp_z).sum(-1) * rescale_tile + exp_lesser * lesser_z
 
     best_id = best_column + tile.columns.start
     return RunningSums(
-        target=torch.where(target_inside, target_logit.squeeze(-1), sums.target),
+        target=target_logit,
         rival=greater,
         rival_id=torch.where(best > sums.rival, best_id, sums.rival_id),
         rest=rest,
@@ -397,24 +398,44 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     )
 
 
+def _read_label_logits(tile: Tile, labels: Tensor, logits_so_far: Tensor) -> Tensor:
+    """Return the logits of the labels (N, K), with those that are in this tile filled in."""
+    if labels.shape[1] == 0:
+        return logits_so_far
+    is_inside, column = locate_tokens(labels, tile.columns)
+    return torch.where(is_inside, tile.logits.gather(-1, column), logits_so_far)
+
+
+def _remove_target(tile: Tile, targets: Tensor, logit_so_far: Tensor, lowest: float) -> Tensor:
+    """Replace each target's logit in the tile by `lowest`, and return the logits of the targets found so far (N,)."""
+    is_inside, column = locate_tokens(targets, tile.columns)
+    column = column.unsqueeze(-1)
+    logit = tile.logits.gather(-1, column)
+    # If the target is in a different tile, the logit at this arbitrary column is written back unchanged.
+    tile.logits.scatter_(-1, column, torch.where(is_inside.unsqueeze(-1), lowest, logit))
+    return torch.where(is_inside, logit.squeeze(-1), logit_so_far)
+
+
 def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
     """Turn the sums over the whole vocabulary into log-probabilities and the requested statistics."""
-    log_others = sums.rest.log1p()  # all tokens except the target, in units of exp(z_r)
+    log_others = sums.rest.log1p()  # log of the sum of exp(z - z_r) over all tokens except the target
     logsumexp = torch.logaddexp(sums.target, sums.rival + log_others)
-    # Differences of logits are precise; differences from the log-sum-exp are not: in fp32 a logit of 40 has only six
-    # digits after the point.
+    # log p_t = z_t - logsumexp would lose digits: in fp32, a log-sum-exp of 40 has only six digits after the point. So
+    # log p_t and log p_r are computed from differences of logits. The greater of them is computed first, and the lesser
+    # is that plus or minus the gap, which keeps their order equal to the order of the logits.
     gap = sums.target - sums.rival
     log_not_target = logsigmoid(log_others - gap)  # log(1 - p_t)
-    # The greater of the two is computed directly, and the lesser is derived from it with the gap. Both stay precise,
-    # and their order is always that of the logits.
-    target = torch.where(gap > 0, logsigmoid(gap - log_others), log_not_target - log_others + gap)
-    rival = torch.where(gap > 0, target - gap, log_not_target - log_others)
+    target_if_top = logsigmoid(gap - log_others)
+    rival_if_top = log_not_target - log_others
+    target = torch.where(gap > 0, target_if_top, rival_if_top + gap)
+    rival = torch.where(gap > 0, target_if_top - gap, rival_if_top)
+    # The labels' log-probabilities, too, are computed from differences of logits: those to the most probable token.
     top_logit = torch.maximum(sums.target, sums.rival)
     log_top = torch.maximum(target, rival)
-    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)  # relative to the top token, as above
+    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
 
     log_doubt = None
-    if "log_doubt" in spec.extras:  # log(1 - c): the log-sum-exp without the top token
+    if "log_doubt" in spec.extras:  # log(1 - c), where c is the larger of p_t and p_r
         logsumexp_without_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log())
         log_not_rival = logsumexp_without_rival - logsumexp
         log_doubt = torch.where(sums.target > sums.rival, log_not_target, log_not_rival)
@@ -423,10 +444,10 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
         mean_logit = sums.total / spec.vocabulary
     entropy = None
     if "entropy" in spec.extras:
-        # Entropy = logsumexp - sum_j p_j z_j. The rest contributes p_r * rest_z, as rest_z is in units of exp(z_r).
-        target_share = target.exp() * sums.target
-        others_share = rival.exp() * (sums.rival + sums.rest_z)
-        entropy = logsumexp - target_share - others_share
+        # Entropy = logsumexp - sum_j p_j z_j. Since p_j = p_r exp(z_j - z_r), the rest contributes p_r * rest_z.
+        target_term = target.exp() * sums.target
+        other_terms = rival.exp() * (sums.rival + sums.rest_z)
+        entropy = logsumexp - target_term - other_terms
     log_sum_sq = None
     if "log_sum_sq" in spec.extras:
         log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
@@ -448,7 +469,7 @@ def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
 class HeadGradients(NamedTuple):
     """Incoming gradients of N tokens, (N,) each and labels (N, K); None if the loss does not depend on a statistic."""
 
-    mass: Tensor  # the factor of p_j, summed over all statistics
+    probability_factor: Tensor  # the factor of p_j in the gradient of z_j, see `sum_probability_factors`
     target: Tensor | None
     rival: Tensor | None
     log_doubt: Tensor | None
@@ -484,53 +505,54 @@ def _slice_rows(tensors: Iterable[Tensor | None], rows: slice) -> list[Any]:
     return sliced
 
 
-def sum_mass(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def sum_probability_factors(gradients: HeadOutput, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the factor of p_j in the gradient of the logits, (N,).
 
-    d log p_i / dz_j = 1[j = i] - p_j and d logsumexp / dz_j = p_j, so the p_j of these statistics have one common
-    factor. `tile_gradient` adds the remaining terms, and those of the mean logit and the entropy.
+    d log p_i / dz_j = 1[j = i] - p_j, and d logsumexp / dz_j = p_j. So the incoming gradient of every log-probability
+    (target, rival, labels, doubt) is subtracted from the factor of p_j, and that of the log-sum-exp is added to it. All
+    other terms are added in `tile_gradient`.
 
     gradients: The incoming gradients of the head's outputs.
     """
-    mass = torch.zeros(tokens, dtype=dtype, device=device)
+    factor = torch.zeros(tokens, dtype=dtype, device=device)
     label_sum = None
     if gradients.labels is not None:
         label_sum = gradients.labels.sum(-1)
     for gradient in (gradients.target, gradients.rival, gradients.log_doubt, label_sum):
         if gradient is not None:
-            mass = mass - gradient
+            factor = factor - gradient
     if gradients.logsumexp is not None:
-        mass = mass + gradients.logsumexp
-    return mass
+        factor = factor + gradients.logsumexp
+    return factor
 
 
 def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: HeadGradients) -> Tensor:
     """Return the gradient of the loss with respect to the products y, (rows, columns). It overwrites the tile's logits.
 
-    The gradient with respect to the logits z has one term for all tokens, mass * p_j (see `sum_mass`), and further
-    terms for single tokens and for the extras. The chain rule then leads from z to y.
+    The gradient with respect to the logits z has a term for every token, `probability_factor` * p_j, and further terms
+    for single tokens (the target, the rival and the labels) and for the extras. The chain rule then leads from z to y:
+    dz/dy = scale / temperature, times 1 - tanh(scale y / softcap)^2 with a soft cap.
     """
     z = tile.logits
     # Terms that read the logits are computed first, before the logits are overwritten.
     softcap_slope = None
     if spec.softcap is not None:
-        softcap_slope = 1 - (z * (spec.temperature / spec.softcap)) ** 2
+        tanh = z * (spec.temperature / spec.softcap)
+        softcap_slope = 1 - tanh**2
     extra_terms = []
+    # A statistic that has a gradient was computed and saved; the second check is for the type checker.
     if gradients.log_doubt is not None and saved.log_doubt is not None:
         extra_terms.append(_doubt_gradient(tile, saved, gradients.log_doubt, saved.log_doubt))
     if gradients.entropy is not None and saved.entropy is not None:
         extra_terms.append(_entropy_gradient(tile, saved, gradients.entropy, saved.entropy))
 
     p = z.sub_(saved.logsumexp.unsqueeze(-1)).exp_()
-    total = p.mul_(gradients.mass.unsqueeze(-1))
-    single_tokens = [(saved.targets, gradients.target), (saved.rival_id, gradients.rival)]
+    total = p.mul_(gradients.probability_factor.unsqueeze(-1))
+    _add_at_tokens(total, tile, saved.targets, gradients.target)
+    _add_at_tokens(total, tile, saved.rival_id, gradients.rival)
     if gradients.labels is not None:
-        single_tokens += zip(saved.labels.unbind(-1), gradients.labels.unbind(-1), strict=True)
-    for ids, gradient in single_tokens:
-        if gradient is not None:
-            inside, column = locate_tokens(ids, tile.columns)
-            addend = torch.where(inside, gradient, 0).to(total.dtype)
-            total.scatter_add_(-1, column.unsqueeze(-1), addend.unsqueeze(-1))
+        for ids, gradient in zip(saved.labels.unbind(-1), gradients.labels.unbind(-1), strict=True):
+            _add_at_tokens(total, tile, ids, gradient)
     if gradients.mean_logit is not None:
         total.add_(gradients.mean_logit.unsqueeze(-1) / spec.vocabulary)
     for term in extra_terms:
@@ -543,18 +565,28 @@ def tile_gradient(tile: Tile, spec: LogitSpec, saved: SavedTokens, gradients: He
     return total
 
 
+def _add_at_tokens(total: Tensor, tile: Tile, ids: Tensor, gradient: Tensor | None) -> None:
+    """Add a gradient (N,) at one token of each row, if the token is in the tile; None adds nothing."""
+    if gradient is None:
+        return
+    is_inside, column = locate_tokens(ids, tile.columns)
+    addend = torch.where(is_inside, gradient, 0).to(total.dtype)
+    total.scatter_add_(-1, column.unsqueeze(-1), addend.unsqueeze(-1))
+
+
 def _doubt_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, log_doubt: Tensor) -> Tensor:
     """Return g exp(z_j - L') and 0 at the top token, where L' is the log-sum-exp without the top token.
 
-    The other term of this gradient, -g p_j, is part of the mass.
+    The other term of this gradient, -g p_j, is part of `probability_factor`.
     """
     logsumexp_without_top = saved.logsumexp + log_doubt
-    e = (tile.logits - logsumexp_without_top.unsqueeze(-1)).exp_()
+    term = (tile.logits - logsumexp_without_top.unsqueeze(-1)).exp_()
     top_id = torch.where(saved.right, saved.targets, saved.rival_id)
-    inside, column = locate_tokens(top_id.unsqueeze(-1), tile.columns)
-    without_top = torch.where(inside, 0, e.gather(-1, column))
-    e.scatter_(-1, column, without_top)
-    return e.mul_(gradient.unsqueeze(-1))
+    is_inside, column = locate_tokens(top_id.unsqueeze(-1), tile.columns)
+    # If the top token is in a different tile, the value at this arbitrary column is written back unchanged.
+    value_without_top = torch.where(is_inside, 0, term.gather(-1, column))
+    term.scatter_(-1, column, value_without_top)
+    return term.mul_(gradient.unsqueeze(-1))
 
 
 def _entropy_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, entropy: Tensor) -> Tensor:
@@ -569,8 +601,14 @@ class WeightGradient:
     """Accumulates the gradient of the LM head's weight, one range of columns after the other.
 
     Tiles must come in the order of `compute_tiles`: all rows of a range of columns, then the next range. A sum of
-    several products is accumulated in fp32, whatever the weight's dtype. The first product of a sum overwrites instead
-    of adding, since zeroing a large gradient beforehand costs 4 % of the pass.
+    several products is accumulated in `dtype`, whatever the weight's dtype. The first product of a sum overwrites
+    instead of adding, since zeroing a large gradient beforehand costs 4 % of the pass.
+
+    Args:
+        weight: The weight (V, H).
+        tokens: Number of tokens N.
+        dtype: Dtype of the sums: fp32, or float64 if the hidden states are float64.
+        spec: How the logits are computed.
     """
 
     def __init__(self, weight: Tensor, tokens: int, dtype: torch.dtype, spec: LogitSpec) -> None:
@@ -578,17 +616,20 @@ class WeightGradient:
         self.tokens = tokens
         self.dtype = dtype
         self.product_dtype = spec.product_dtype
-        self._sum = self.gradient  # the sum for the current columns
+        self._sum = self.gradient  # the sum for the current columns; set at their first tile
 
     def add(self, tile: Tile, logit_gradient: Tensor, hidden: Tensor) -> None:
         """Add the contribution of a tile. logit_gradient: (rows, columns), hidden: (rows, H)."""
         is_first_product = tile.rows.start == 0
         is_last_product = tile.rows.stop == self.tokens
         if is_first_product:
-            part = self.gradient[tile.columns]
-            is_rounded_once = is_last_product and part.dtype == self.product_dtype  # one product needs no fp32 sum
-            writes_in_place = part.dtype == self.dtype or is_rounded_once
-            self._sum = part if writes_in_place else torch.empty_like(part, dtype=self.dtype)
+            column_gradient = self.gradient[tile.columns]
+            # A single product may be rounded to the weight's dtype directly.
+            is_rounded_once = is_last_product and column_gradient.dtype == self.product_dtype
+            if column_gradient.dtype == self.dtype or is_rounded_once:
+                self._sum = column_gradient
+            else:
+                self._sum = torch.empty_like(column_gradient, dtype=self.dtype)
         multiply(self._sum, logit_gradient.T, hidden, add=not is_first_product)
         if is_last_product and self._sum.dtype != self.gradient.dtype:
             self.gradient[tile.columns] = self._sum
@@ -596,7 +637,7 @@ class WeightGradient:
 
 def _collect_gradients(incoming: HeadOutput, hidden: Tensor) -> HeadGradients:
     return HeadGradients(
-        mass=sum_mass(incoming, len(hidden), statistics_dtype(hidden), hidden.device),
+        probability_factor=sum_probability_factors(incoming, len(hidden), statistics_dtype(hidden), hidden.device),
         target=incoming.target,
         rival=incoming.rival,
         log_doubt=incoming.log_doubt,
@@ -611,14 +652,14 @@ def _add_hidden_gradient(total: Tensor, tile: Tile, logit_gradient: Tensor, roun
     if tile.weight is None:
         total[tile.rows, tile.columns] = logit_gradient
         return
-    is_first_product = tile.columns.start == 0
+    is_first_product = tile.columns.start == 0  # it overwrites the uninitialised memory of `total`
     multiply(total[tile.rows], rounded_gradient, tile.weight, add=not is_first_product)
 
 
 def _add_bias_gradient(total: Tensor, tile: Tile, logit_gradient: Tensor) -> None:
     """Add the contribution of a tile to the gradient of the bias."""
     tile_sum = logit_gradient.sum(0)
-    is_first_sum = tile.rows.start == 0
+    is_first_sum = tile.rows.start == 0  # it overwrites the uninitialised memory of `total`
     if not is_first_sum:
         tile_sum = total[tile.columns] + tile_sum
     total[tile.columns] = tile_sum
@@ -650,7 +691,8 @@ class _TiledHead(torch.autograd.Function):
                     sums_by_row[rows.start] = empty_sums(targets[rows], labels[rows], statistics_dtype(hidden))
                 sums_so_far = sums_by_row[rows.start]
                 sums_by_row[rows.start] = add_tile(sums_so_far, tile, targets[rows], labels[rows], spec.extras)
-            joined_fields = [torch.cat(parts) for parts in zip(*sums_by_row.values(), strict=True)]
+            # Join the sums of all rows, field by field.
+            joined_fields = [torch.cat(field_by_row) for field_by_row in zip(*sums_by_row.values(), strict=True)]
             sums = RunningSums(*joined_fields)
             output = finish_sums(sums, spec)
         right = sums.target > sums.rival
@@ -669,19 +711,22 @@ class _TiledHead(torch.autograd.Function):
         dtype = statistics_dtype(hidden)
         gradients = _collect_gradients(HeadOutput(*incoming), hidden)  # type: ignore[arg-type]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with gather_partitions(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+        with gather_zero3_parameters(weight, bias), torch.autocast(hidden.device.type, enabled=False):
             rounded_hidden = hidden if weight is None else hidden.to(spec.product_dtype)
+            # None for an input that needs no gradient. The first tile overwrites the uninitialised memory.
             hidden_gradient = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
             bias_gradient = torch.empty_like(bias, dtype=dtype) if bias is not None and needs_bias else None
             weight_gradient = None
             if weight is not None and needs_weight:
                 weight_gradient = WeightGradient(weight, len(hidden), dtype, spec)
-            tokens_by_row: dict[int, tuple[SavedTokens, HeadGradients]] = {}  # keyed by the first row of a tile
+            # Keyed by the first row of a tile: tiles with the same rows share these slices.
+            slices_by_row: dict[int, tuple[SavedTokens, HeadGradients]] = {}
             for tile in compute_tiles(rounded_hidden, weight, bias, spec):
                 rows = tile.rows
-                if rows.start not in tokens_by_row:
-                    tokens_by_row[rows.start] = saved.at_rows(rows), gradients.at_rows(rows)
-                logit_gradient = tile_gradient(tile, spec, *tokens_by_row[rows.start])
+                if rows.start not in slices_by_row:
+                    slices_by_row[rows.start] = saved.at_rows(rows), gradients.at_rows(rows)
+                saved_at_rows, gradients_at_rows = slices_by_row[rows.start]
+                logit_gradient = tile_gradient(tile, spec, saved_at_rows, gradients_at_rows)
                 rounded_gradient = logit_gradient.to(spec.product_dtype)
                 if hidden_gradient is not None:
                     _add_hidden_gradient(hidden_gradient, tile, logit_gradient, rounded_gradient)

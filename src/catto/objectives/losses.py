@@ -28,7 +28,8 @@ LOG_FLOOR = -100.0
 def smoothed_nll(stats: TokenStats, epsilon: float = 0.0) -> Tensor:
     """Compute the cross-entropy of each token with the target (1 - epsilon) onehot + epsilon / V.
 
-    It equals -(1 - epsilon) log p_t - epsilon (mean logit - logsumexp): the token statistics suffice to compute it.
+    It equals -(1 - epsilon) log p_t - epsilon m, where m = mean logit - logsumexp is the mean of log p_j over the
+    vocabulary. So the token statistics suffice to compute it.
 
     Args:
         stats: Token statistics (B, T), with the extra `mean_logit` if epsilon is above 0.
@@ -56,11 +57,11 @@ def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bo
 
     Args:
         stats: Token statistics (B, T).
-        preferred: Whether the responses are preferred ones.
+        preferred: Whether the responses are the preferred ones of their pairs; False if they are dispreferred.
         detach_surrogate: Whether to stop the gradient through the surrogate.
 
     Returns:
-        Targets (B, T), in [0.269, 0.731].
+        Targets (B, T), in [0.269, 0.731] = [sigmoid(-1), sigmoid(1)].
     """
     surrogate = stats.surrogate
     if detach_surrogate:
@@ -73,16 +74,17 @@ def surrogate_target(stats: TokenStats, *, preferred: bool, detach_surrogate: bo
 def catto_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
     """Compute the paper's calibration loss (Eq. 6): the mean of s (1 - c) + (1 - s) c over each response.
 
-    c is the confidence of a token, and s its target from `surrogate_target`.
+    c is the confidence of a token. Its target s is the surrogate z~ = sigmoid(p_t - p_r), or 1 - z~ on a dispreferred
+    response. p_t is the probability of the token, and p_r that of the most probable other token.
 
     Args:
         stats: Token statistics (B, T).
-        mask: Tokens of the responses (B, T).
-        preferred: Whether the responses are preferred ones.
+        mask: 1 or True at the tokens of the responses, 0 or False at all others (B, T).
+        preferred: Whether the responses are the preferred ones of their pairs; False if they are dispreferred.
         detach_surrogate: Whether to stop the gradient through the surrogate.
 
     Returns:
-        Losses (B,), in [0, 1].
+        Losses (B,), in [0, 1]; 0 for a response without tokens.
 
     >>> from catto import token_stats
     >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
@@ -100,18 +102,19 @@ def bce_loss(
 ) -> Tensor:
     """Compute the binary cross-entropy -s log c - (1 - s) log(1 - c) of each response.
 
-    c is the confidence of a token, and s its target from `surrogate_target`. The paper sums over tokens, so long
-    responses weigh more. `reduce="mean"` divides by the number of tokens.
+    c is the confidence of a token. Its target s is the surrogate z~ = sigmoid(p_t - p_r), or 1 - z~ on a dispreferred
+    response. p_t is the probability of the token, and p_r that of the most probable other token. The paper sums over
+    tokens, so long responses weigh more.
 
     Args:
         stats: Token statistics (B, T), with the extra `log_doubt`.
-        mask: Tokens of the responses (B, T).
-        preferred: Whether the responses are preferred ones.
+        mask: 1 or True at the tokens of the responses, 0 or False at all others (B, T).
+        preferred: Whether the responses are the preferred ones of their pairs; False if they are dispreferred.
         detach_surrogate: Whether to stop the gradient through the surrogate.
-        reduce: Reduction over the tokens of a response.
+        reduce: `sum` over the tokens of a response, as in the paper, or `mean`.
 
     Returns:
-        Losses (B,), at least 0.
+        Losses (B,), at least 0; 0 for a response without tokens.
 
     Raises:
         ValueError: The statistics lack `log_doubt`.
@@ -131,18 +134,21 @@ def bce_loss(
 
 
 def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
-    """Compute the mean |c - s| of each response. Unlike the paper's term, it is smallest at c = s.
+    """Compute the mean |c - s| of each response.
 
-    c is the confidence of a token, and s its target from `surrogate_target`.
+    It is smallest at c = s, unlike the paper's term `catto_loss`, which is smallest at c = 0 or c = 1.
+
+    c is the confidence of a token. Its target s is the surrogate z~ = sigmoid(p_t - p_r), or 1 - z~ on a dispreferred
+    response. p_t is the probability of the token, and p_r that of the most probable other token.
 
     Args:
         stats: Token statistics (B, T).
-        mask: Tokens of the responses (B, T).
-        preferred: Whether the responses are preferred ones.
+        mask: 1 or True at the tokens of the responses, 0 or False at all others (B, T).
+        preferred: Whether the responses are the preferred ones of their pairs; False if they are dispreferred.
         detach_surrogate: Whether to stop the gradient through the surrogate.
 
     Returns:
-        Losses (B,), in [0, 1].
+        Losses (B,), in [0, 1]; 0 for a response without tokens.
 
     >>> from catto import token_stats
     >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
@@ -157,16 +163,17 @@ def l1_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_s
 def brier_loss(stats: TokenStats, mask: Tensor, *, preferred: bool = True, detach_surrogate: bool = False) -> Tensor:
     """Compute the mean (c - s)^2 of each response.
 
-    c is the confidence of a token, and s its target from `surrogate_target`.
+    c is the confidence of a token. Its target s is the surrogate z~ = sigmoid(p_t - p_r), or 1 - z~ on a dispreferred
+    response. p_t is the probability of the token, and p_r that of the most probable other token.
 
     Args:
         stats: Token statistics (B, T).
-        mask: Tokens of the responses (B, T).
-        preferred: Whether the responses are preferred ones.
+        mask: 1 or True at the tokens of the responses, 0 or False at all others (B, T).
+        preferred: Whether the responses are the preferred ones of their pairs; False if they are dispreferred.
         detach_surrogate: Whether to stop the gradient through the surrogate.
 
     Returns:
-        Losses (B,), in [0, 1].
+        Losses (B,), in [0, 1]; 0 for a response without tokens.
 
     >>> from catto import token_stats
     >>> stats = token_stats(torch.tensor([[[0.6, 0.3, 0.1]]]).log(), None, torch.tensor([[0]]))
@@ -183,7 +190,7 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tens
 
     Args:
         values: One number per token (B, T).
-        mask: Tokens of the responses (B, T).
+        mask: 1 or True at the tokens of the responses, 0 or False at all others (B, T).
         reduce: `mean` or `sum`.
 
     Returns:
@@ -192,10 +199,10 @@ def reduce_tokens(values: Tensor, mask: Tensor, reduce: Reduce = "mean") -> Tens
     >>> reduce_tokens(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[1, 1, 0]]))
     tensor([2.])
     """
-    total = values.masked_fill(~mask.bool(), 0.0).sum(-1)
+    total = values.masked_fill(~mask.bool(), 0.0).sum(-1)  # a product with the mask would keep nan and inf
     if reduce == "sum":
         return total
-    tokens = mask.sum(-1).clamp(min=1)
+    tokens = mask.sum(-1).clamp(min=1)  # no division by 0 for a response without tokens
     return total / tokens
 
 
@@ -214,8 +221,9 @@ def outcome_loss(
         label_logprobs: Log-probabilities log P of the labels in the full vocabulary (B, K); -inf where a row has fewer
             labels.
         gold: Index of the right label (B,), or a distribution t over the labels (B, K), which is 0 at missing labels.
-        score: `log` is -sum_k t_k log P_k, or -log P_gold for an index. `brier` is sum_k (P_k - t_k)^2, in [0, 2].
-        weights: Factor of each response (B,); None means 1.
+        score: `log` is -sum_k t_k log P_k, or -log P_gold for an index. `brier` is sum_k (P_k - t_k)^2, in [0, 2],
+            where t is 1 at the right label and 0 elsewhere for an index.
+        weights: Weight by which the score of each response is multiplied (B,); None means 1.
 
     Returns:
         Scores (B,).
@@ -232,7 +240,7 @@ def outcome_loss(
         loss = -(gold * counted_logprobs).sum(-1)
     elif score == "log":
         loss = -label_logprobs.gather(-1, gold.unsqueeze(-1)).squeeze(-1)
-    else:
+    else:  # brier
         target = gold
         if not is_distribution:
             target = torch.nn.functional.one_hot(gold, label_logprobs.shape[-1])
@@ -252,8 +260,8 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
 
     Args:
         label_logprobs: Log-probabilities of the labels (B, K); -inf where a row has fewer labels.
-        accuracy: Accuracy of held-out answers in each of M equal-width bins of the top probability (M,); nan for a bin
-            without such answers.
+        accuracy: Accuracy of held-out answers, by the probability of their top label, in each of M equal-width bins
+            (M,); nan for a bin without such answers.
 
     Returns:
         Losses (B,); 0 for a sample whose bin has no accuracy.
@@ -266,10 +274,10 @@ def rcft_loss(label_logprobs: Tensor, accuracy: Tensor) -> Tensor:
     bin_of_sample = confidence_bin(c.detach(), accuracy.shape[0])
     a = accuracy.to(q)[bin_of_sample]
     accuracy_is_missing = a.isnan()
-    a = a.masked_fill(accuracy_is_missing, 0.0)  # nan would also spread to the gradient
+    a = a.masked_fill(accuracy_is_missing, 0.0)  # nan would reach the gradient, even though the loss is masked below
     has_label = torch.isfinite(label_logprobs)
     is_other = has_label.scatter(-1, top_index.unsqueeze(-1), False)
-    targets = spread_targets(q.detach(), is_other, a)
+    targets = spread_targets(q.detach(), is_other, a)  # constants: no gradient flows through the targets
     distance_of_top = (c - a) ** 2
     squares = (q - targets) ** 2
     distance_of_others = squares.masked_fill(~is_other, 0.0).sum(-1)
@@ -299,7 +307,7 @@ def spread_targets(q: Tensor, is_other: Tensor, accuracy: Tensor) -> Tensor:
 
     t_j = (1 - a) (1 + tanh(g q_j)) / ((K - 1) + sum_i tanh(g q_i)), where i and j run over these K - 1 labels. The gain
     is g = ln(K - 1) / (q_max (1 - a)), where q_max is the largest of the q_i. If a = 1, all targets are 0. If
-    q_max = 0, they are uniform. If K = 2, the only other label gets 1 - a.
+    q_max = 0, all targets are equal. If K = 2, the only other label gets 1 - a.
 
     Args:
         q: Probabilities of the labels (B, K).
@@ -312,7 +320,7 @@ def spread_targets(q: Tensor, is_other: Tensor, accuracy: Tensor) -> Tensor:
     mass = 1 - accuracy
     count = is_other.sum(-1)  # K - 1
     largest = q.masked_fill(~is_other, 0.0).amax(-1)
-    divisor = (largest * mass).clamp(min=torch.finfo(q.dtype).tiny)  # keeps the gain finite
+    divisor = (largest * mass).clamp(min=torch.finfo(q.dtype).tiny)  # not 0, so that the gain is finite
     gain = torch.log(count.to(q.dtype)) / divisor
     tanh_term = torch.tanh(gain.unsqueeze(-1) * q).masked_fill(~is_other, 0.0)
     total = count + tanh_term.sum(-1)

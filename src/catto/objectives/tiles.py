@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-# Default columns and rows of a tile on a CPU: 16 MB in fp32. Larger tiles are not faster there.
-TILE = 4096
-TOKENS = 1024
+# Shape of a tile on a CPU, 16 MB in fp32. Larger tiles are not faster there.
+DEFAULT_ROWS = 1024
+DEFAULT_COLUMNS = 4096
 # Device types on which `torch.mm` can multiply 16-bit matrices into an fp32 result (`out_dtype`).
-MIXED_PRODUCTS = {"cuda"}
+MIXED_PRODUCT_DEVICES = {"cuda"}
 Precision = Literal["auto", "fp32"]
 
 
@@ -31,18 +31,18 @@ class LogitSpec(NamedTuple):
     softcap: float | None
     scale: float
     temperature: float
-    vocabulary: int
+    vocabulary: int  # number of logits per token
     rows_per_tile: int
     columns_per_tile: int
-    extras: frozenset[str]
+    extras: frozenset[str]  # names of the optional statistics
     product_dtype: torch.dtype  # dtype of the inputs of the matrix products
 
 
 class Tile(NamedTuple):
     """A block of logits. The next tile overwrites `logits`."""
 
-    rows: slice
-    columns: slice
+    rows: slice  # the tokens
+    columns: slice  # the vocabulary entries
     logits: Tensor  # (rows, columns)
     weight: Tensor | None  # (columns, H): the rows of the head that gave them; None if logits were passed in
 
@@ -57,32 +57,35 @@ def split_range(length: int, step: int) -> Iterator[slice]:
 
 
 def tile_shape(tokens: int, vocabulary: int, device: torch.device, tile: int | None = None) -> tuple[int, int]:
-    """Choose the shape of a tile.
+    """Choose the shape of a tile: a block of logits with a row for each token and a column for each vocabulary entry.
 
-    On a CPU it is fixed: `TOKENS` rows and `TILE` columns. On a GPU tiles are large, since every tile costs kernel
-    launches. A tile there has all tokens as rows, so each part of the weight's gradient is a single product. It fills
-    a 256th of the device's memory, but has at most an eighth of the vocabulary as columns: with its temporaries, it
-    needs less than a tenth of the memory of dense logits. It has at least 1024 columns.
+    On a CPU, or a GPU without CUDA, the shape is fixed: 1024 rows and 4096 columns.
+
+    On a CUDA GPU, tiles are large, since every tile costs kernel launches. A tile has all tokens as rows, so each part
+    of the weight's gradient is a single product. It has as many columns as fit into a 256th of the device's memory, but
+    at most an eighth of the vocabulary: with its temporaries, it then needs less than a tenth of the memory of dense
+    logits. It never has fewer than 1024 columns.
 
     Args:
         tokens: Number of tokens.
         vocabulary: Number of logits per token.
         device: Where the logits are computed.
-        tile: Number of columns, with `TOKENS` rows on any device; None chooses the shape as above.
+        tile: Number of columns, with 1024 rows on any device; None chooses the shape as above.
 
     Returns:
         Number of rows and number of columns.
     """
     if tile is not None:
-        return TOKENS, tile
-    if device.type not in MIXED_PRODUCTS:
-        return TOKENS, TILE
-    tokens = max(tokens, 1)  # all of them may be masked
+        return DEFAULT_ROWS, tile
+    is_cuda = device.type in MIXED_PRODUCT_DEVICES
+    if not is_cuda:
+        return DEFAULT_ROWS, DEFAULT_COLUMNS
+    rows = max(tokens, 1)  # there may be no tokens
     bytes_per_tile = device_memory(device) // 256
-    logits_per_tile = bytes_per_tile // 4  # in fp32
-    columns = min(logits_per_tile // tokens, vocabulary // 8)
+    logits_per_tile = bytes_per_tile // 4  # a logit has four bytes in fp32
+    columns = min(logits_per_tile // rows, vocabulary // 8)
     columns = max(columns, 1024)
-    return tokens, round_up(columns, 128)
+    return rows, round_up(columns, 128)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -114,13 +117,21 @@ def statistics_dtype(tensor: Tensor) -> torch.dtype:
 def product_dtype(hidden: Tensor, weight: Tensor | None, precision: Precision = "auto") -> torch.dtype:
     """Return the dtype to which hidden states, weights and the logits' gradient are rounded before a product.
 
-    If the device can multiply 16-bit matrices into fp32, it is the weight's dtype, or autocast's if the weight is
-    fp32. The product of two bf16 numbers is exact in fp32, so the logits of a bf16 model lose no precision. On other
-    devices, and with `precision="fp32"`, it is the dtype of the statistics.
+    A device that can multiply 16-bit matrices into fp32 does so if the weight is 16-bit, or if it is fp32 and autocast
+    is on. The product of two bf16 numbers is exact in fp32, so the logits of a bf16 model lose no precision.
+
+    Args:
+        hidden: Hidden states; with `weight=None`, logits.
+        weight: Weight of the LM head; None if there is no product.
+        precision: `fp32` never rounds to 16 bits. `auto` does so in the cases above.
+
+    Returns:
+        The 16-bit dtype of the weight or of autocast. In all other cases the dtype of the statistics: float64 if the
+        hidden states are float64, and fp32 otherwise.
     """
     full_precision = statistics_dtype(hidden)
     device = hidden.device.type
-    if weight is None or device not in MIXED_PRODUCTS:
+    if weight is None or device not in MIXED_PRODUCT_DEVICES:
         return full_precision
     if precision == "fp32" or full_precision == torch.float64:
         return full_precision
@@ -140,11 +151,11 @@ def cpu_bf16_slowdown() -> float:
     long.
     """
 
-    def seconds(dtype: torch.dtype) -> float:
+    def measure_seconds(dtype: torch.dtype) -> float:
         timer = Timer("a @ a.T", globals={"a": torch.ones(576, 576, dtype=dtype)})
-        return min(timer.timeit(1).mean for _ in range(20))
+        return min(timer.timeit(1).mean for _ in range(20))  # the run that other processes disturbed least
 
-    return seconds(torch.bfloat16) / seconds(torch.float32)
+    return measure_seconds(torch.bfloat16) / measure_seconds(torch.float32)
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
@@ -162,6 +173,13 @@ def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sp
     """Yield every tile of the logits: all rows with the first columns, then all rows with the next columns.
 
     All tiles share one buffer, so a tile is valid only until the next one is requested. The caller may overwrite it.
+
+    Args:
+        hidden: Hidden states (N, H); with `weight=None`, logits y (N, V) to which bias, scale, soft cap and temperature
+            are still applied.
+        weight: Weight of the LM head (V, H), or None.
+        bias: Bias of the LM head (V,), or None.
+        spec: How to compute the logits.
     """
     dtype = statistics_dtype(hidden)
     rounded_hidden = hidden if weight is None else hidden.to(spec.product_dtype)
@@ -169,9 +187,10 @@ def compute_tiles(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sp
     columns_per_tile = min(spec.columns_per_tile, spec.vocabulary)
     # A new buffer for every tile would cost page faults: 8 % of the time of a pass on a CPU.
     buffer = hidden.new_empty(rows_per_tile, columns_per_tile, dtype=dtype)
-    factor = spec.scale / spec.temperature
-    if spec.softcap is not None:  # the scale is applied inside the tanh
-        factor = spec.softcap / spec.temperature
+    if spec.softcap is None:
+        factor = spec.scale / spec.temperature
+    else:
+        factor = spec.softcap / spec.temperature  # the scale is applied inside the tanh
     for columns in split_range(spec.vocabulary, spec.columns_per_tile):
         weight_part = None if weight is None else weight[columns].to(spec.product_dtype)
         for rows in split_range(len(hidden), spec.rows_per_tile):
