@@ -119,10 +119,11 @@ def counted(case: Case, *, fake: bool = False) -> float:
     with ExitStack() as stack:
         stack.enter_context(partners(case.gpus))
         stack.enter_context(mock.patch.object(forward, "dense_mask", return_value=None))
-        stack.enter_context(mock.patch.multiple(tiles, TILE=case.net.vocabulary // 8, TOKENS=len(batch.targets)))
+        stack.enter_context(mock.patch.object(tiles, "DEFAULT_ROWS", len(batch.targets)))
+        stack.enter_context(mock.patch.object(tiles, "DEFAULT_COLUMNS", case.net.vocabulary // 8))
         if fake:
             mode = stack.enter_context(FakeTensorMode())
-            stack.enter_context(mock.patch.object(tiles, "MIXED_PRODUCTS", {"cpu"}))
+            stack.enter_context(mock.patch.object(tiles, "MIXED_PRODUCT_DEVICES", {"cpu"}))
             stack.enter_context(mock.patch.object(tiles, "device_memory", return_value=80 * 10**9))
             batch = batch.map(mode.from_tensor)
         model = model_of(case)

@@ -547,7 +547,7 @@ def count_qwen_head(head: str, model: str, shape: str, memory: int) -> HeadCost:
     """
     rows = SHAPES[shape]
     batch = lay_out_rows(rows, [], len(rows), 0, shared=False)
-    mixed_products = mock.patch.object(tiles, "MIXED_PRODUCTS", {"cpu"})
+    mixed_products = mock.patch.object(tiles, "MIXED_PRODUCT_DEVICES", {"cpu"})
     device_memory = mock.patch.object(tiles, "device_memory", return_value=memory)
     with mixed_products, device_memory, triton_kernels():
         return count_head(head, make_qwen_config(model), batch, BF16)
@@ -689,7 +689,7 @@ def count_head_with_cpu_tiles(model: str) -> Cost:
     """Count our head with the tiles and the fp32 products that it uses on a CPU."""
     rows = SHAPES[SHORT_SHAPE]
     batch = lay_out_rows(rows, [], len(rows), 0, shared=False)
-    with mock.patch.object(tiles, "MIXED_PRODUCTS", set()):
+    with mock.patch.object(tiles, "MIXED_PRODUCT_DEVICES", set()):
         return count_head("catto", make_qwen_config(model), batch, BF16).cost
 
 

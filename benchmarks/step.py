@@ -125,7 +125,7 @@ def make_batch(trainer: Any, arm: str) -> dict[str, Any]:
     """Return the batch of an arm. The collator lays it out, so the trainer is set to the layout of the arm first."""
     trainer.args.prefix_sharing = arm == "shared"
     trainer._padding_free = arm == "packed"
-    trainer._arrangement = None
+    trainer._layout_options = None
     batch: dict[str, Any] = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     return batch
 

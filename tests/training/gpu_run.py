@@ -119,7 +119,7 @@ def main() -> None:
     steps = {name: prepared(name) for name in STEPS}  # before there is an accelerator to train on
     backend_registration._setup_privateuseone_for_python_backend(DEVICE)
     getattr(torch, DEVICE).get_amp_supported_dtype = lambda: [torch.bfloat16]
-    tiles.MIXED_PRODUCTS.add(DEVICE)
+    tiles.MIXED_PRODUCT_DEVICES.add(DEVICE)
     results = {}
     for name, step in steps.items():
         try:

@@ -29,7 +29,7 @@ def test_shared_layout_worked_by_hand() -> None:
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
     assert batch.targets.tolist() == [4, 5, 8, 6]
     assert batch.source.tolist() == [[0, 2], [0, 3], [1, 0], [0, 2]]
-    assert batch.place.tolist() == [[0, 2], [0, 3], [1, 0], [2, 2]]
+    assert batch.trl_index.tolist() == [[0, 2], [0, 3], [1, 0], [2, 2]]
     assert batch.query_source.tolist() == [[0, 5], [0, 2]]
     assert batch.query_labels.tolist() == [[21, 22, 23], [31, 32, -100]]
 
@@ -38,7 +38,7 @@ def test_separate_layout_worked_by_hand() -> None:
     batch = lay_out_rows(ROWS, QUERIES, 2, PAD, shared=False)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [7, 8, 0, 0, 0], [1, 2, 3, 6, 0]]
     assert batch.targets.tolist() == [4, 5, 8]  # the third row is there for its query only
-    assert batch.source.tolist() == batch.place.tolist() == [[0, 2], [0, 3], [1, 0]]
+    assert batch.source.tolist() == batch.trl_index.tolist() == [[0, 2], [0, 3], [1, 0]]
     assert batch.query_source.tolist() == [[2, 3], [0, 2]]
 
 
@@ -51,7 +51,7 @@ def test_packed_layout_worked_by_hand() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1]]
     assert batch.targets.tolist() == [4, 5, 8, 6]
     assert batch.source.tolist() == [[0, 2], [0, 3], [0, 6], [0, 2]]
-    assert batch.place.tolist() == [[0, 2], [0, 3], [1, 0], [2, 2]]
+    assert batch.trl_index.tolist() == [[0, 2], [0, 3], [1, 0], [2, 2]]
     assert batch.query_source.tolist() == [[0, 5], [0, 2]]
 
 
@@ -61,14 +61,14 @@ def test_common_beginning_worked_by_hand() -> None:
     The responses of the first prompt, [5 6] and [7], go on from position 3, as does [8] of the second.
     """
     rows = [Row([1, 2, 3], [5, 6]), Row([1, 2, 4], [8]), Row([1, 2, 3], [7])]
-    batch = lay_out_rows(rows, [Query(1, 0, [31])], 3, PAD, shared=True, packed=True, balanced=2)
+    batch = lay_out_rows(rows, [Query(1, 0, [31])], 3, PAD, shared=True, packed=True, num_balanced=2)
     assert batch.input_ids.tolist() == [[1, 2, 3, 5, 6, 7, 4, 8]]
     assert batch.sequences.tolist() == [[0, 0, 1, 1, 1, 1, 2, 2]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 0, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 2, 3]]
     assert batch.counts.tolist() == [[2, 2, 1, 1, 1, 0, 1, 1]]
     assert batch.source.tolist() == [[0, 2], [0, 3], [0, 6], [0, 2]]
-    assert batch.place.tolist() == [[0, 2], [0, 3], [1, 2], [2, 2]]
+    assert batch.trl_index.tolist() == [[0, 2], [0, 3], [1, 2], [2, 2]]
     assert batch.query_source.tolist() == [[0, 6]]
     seen = dense_mask(batch, torch.float32)[0, 0] == 0
     assert seen[6].int().tolist() == [1, 1, 0, 0, 0, 0, 1, 0]
@@ -173,4 +173,4 @@ def test_a_first_token_without_prompt_is_not_scored() -> None:
     """Nothing predicts it; TRL's shifted layout leaves it out too."""
     batch = lay_out_rows([Row([], [5, 6]), Row([], [7])], [], 2, PAD, shared=False)
     assert batch.targets.tolist() == [6]
-    assert batch.place.tolist() == [[0, 0]]
+    assert batch.trl_index.tolist() == [[0, 0]]

@@ -99,7 +99,7 @@ def test_the_layout_is_that_of_trl_tensors() -> None:
     layout: Batch = batch[KEY]["layout"]
     assert torch.equal(layout.input_ids, batch["input_ids"])
     assert torch.equal(layout.attention_mask, batch["attention_mask"])
-    rows, columns = layout.place.unbind(-1)
+    rows, columns = layout.trl_index.unbind(-1)
     assert torch.equal(layout.targets, batch["input_ids"][rows, columns + 1])
     expected = batch["completion_mask"][:, 1:].bool()
     assert torch.equal(torch.zeros_like(expected).index_put((rows, columns), torch.tensor(True)), expected)

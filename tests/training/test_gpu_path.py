@@ -55,7 +55,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         assert a.dtype == b.dtype != out_dtype == out.dtype == total.dtype
         return out.copy_(total + a.to(out_dtype) @ b.to(out_dtype))
 
-    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
+    monkeypatch.setattr(tiles, "MIXED_PRODUCT_DEVICES", {"cpu"})
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype_out", mm, "CPU")
     library.impl("addmm.dtype_out", addmm, "CPU")
@@ -144,14 +144,14 @@ def test_policy(
     expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", set(devices))
+    monkeypatch.setattr(tiles, "MIXED_PRODUCT_DEVICES", set(devices))
     matrix = None if weight is None else torch.zeros(2, 2, dtype=weight)
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
         assert tiles.product_dtype(torch.zeros(2, 2, dtype=hidden), matrix, precision) == expected
 
 
 def test_a_cpu_keeps_fp32_products() -> None:
-    assert sorted(tiles.MIXED_PRODUCTS) == ["cuda"]
+    assert sorted(tiles.MIXED_PRODUCT_DEVICES) == ["cuda"]
 
 
 @pytest.mark.usefixtures("mixed")
@@ -196,8 +196,8 @@ def test_tiles_of_a_gpu_hold_all_tokens_and_little_memory(
     tokens: int, vocabulary: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = torch.device("cpu")
-    assert tiles.tile_shape(tokens, vocabulary, device) == (tiles.TOKENS, tiles.TILE)
-    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
+    assert tiles.tile_shape(tokens, vocabulary, device) == (tiles.DEFAULT_ROWS, tiles.DEFAULT_COLUMNS)
+    monkeypatch.setattr(tiles, "MIXED_PRODUCT_DEVICES", {"cpu"})
     monkeypatch.setattr(tiles, "device_memory", lambda _: 80 * 10**9)
     assert tiles.tile_shape(tokens, vocabulary, device) == (tokens, columns)
 
@@ -233,7 +233,7 @@ def test_the_projection_counts_what_the_heads_compute(monkeypatch: pytest.Monkey
     roofline = importlib.import_module("roofline")
     batch = lay_out_rows(roofline.make_rows(8, 4, 4), [], 8, 0, shared=False)
     config = SimpleNamespace(hidden_size=64, vocab_size=32_768)
-    monkeypatch.setattr(tiles, "MIXED_PRODUCTS", {"cpu"})
+    monkeypatch.setattr(tiles, "MIXED_PRODUCT_DEVICES", {"cpu"})
     with roofline.triton_kernels():
         ours, memory = roofline.count_head("catto", config, batch, BF16)
         theirs, _ = roofline.count_head("dpo", config, batch, BF16)

@@ -70,8 +70,8 @@ def _both(arch: str = "qwen3", attention: str = "sdpa", *, shared: bool, **optio
         model.set_attn_implementation(attention)
         given = {name: value() if callable(value) else value for name, value in options.items()}
         steps.append(step(CATTOTrainer, CATTOConfig, model=model, **layout, **given))
-    assert steps[0].trainer.arrangement() == {"shared": shared, "packed": True}
-    assert steps[1].trainer.arrangement() == {"shared": False, "packed": False}
+    assert steps[0].trainer.layout_options() == {"shared": shared, "packed": True}
+    assert steps[1].trainer.layout_options() == {"shared": False, "packed": False}
     return steps[0], steps[1]
 
 
@@ -130,7 +130,7 @@ def test_cuda_packs_by_itself_with_flex_attention_and_equal_gradients(flex: list
     assert flex == [False, False, True, True, True, True]
     for model in (chosen.trainer.model, chosen.trainer.ref_model):
         assert model.config._attn_implementation == "catto"
-    assert chosen.trainer.arrangement() == {"shared": True, "packed": True}
+    assert chosen.trainer.layout_options() == {"shared": True, "packed": True}
     _assert_equal(chosen, padded)
 
 
@@ -212,18 +212,18 @@ def test_the_compiled_kernel_does_not_touch_masked_blocks() -> None:
 
 
 def test_a_cpu_pads_by_itself() -> None:
-    assert made(CATTOTrainer, CATTOConfig).arrangement() == {"shared": False, "packed": False}
+    assert made(CATTOTrainer, CATTOConfig).layout_options() == {"shared": False, "packed": False}
 
 
 def test_trl_does_not_warn_of_an_option_that_works_here(caplog: pytest.LogCaptureFixture) -> None:
     trainer = made(CATTOTrainer, CATTOConfig, padding_free=True)
     assert trainer.args.padding_free is True
     assert "padding_free" not in caplog.text
-    assert made(CATTOTrainer, DPOConfig, padding_free=True).arrangement()["packed"] is True
+    assert made(CATTOTrainer, DPOConfig, padding_free=True).layout_options()["packed"] is True
 
 
 def test_a_model_that_cannot_be_packed_is_padded_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model(arch="mistral", sliding_window=8)
     trainer = made(CATTOTrainer, CATTOConfig, model=model, padding_free=True)
-    assert trainer.arrangement()["packed"] is False
+    assert trainer.layout_options()["packed"] is False
     assert "padding_free is off: its layers attend to a sliding window of 8 tokens" in caplog.text

@@ -48,7 +48,7 @@ def _assert_equal(shared: Step, padded: Step) -> None:
 def test_shared_prompts_give_the_padded_loss_and_gradient(arch: str, attention: str, reference: str) -> None:
     options = {"arch": arch, "attention": attention, **REFERENCES[reference]}
     shared, padded = _step(True, **options), _step(False, **options)
-    assert shared.trainer.arrangement()["shared"] is True
+    assert shared.trainer.layout_options()["shared"] is True
     _assert_equal(shared, padded)
 
 
@@ -80,7 +80,7 @@ def test_load_balancing_is_that_of_the_padded_pairs(stream: bool) -> None:
         step(CATTOTrainer, CATTOConfig, model=_experts(), prefix_sharing=sharing, **options)
         for sharing in (True, False)
     )
-    assert shared.trainer.arrangement()["shared"] is True
+    assert shared.trainer.layout_options()["shared"] is True
     _assert_equal(shared, padded)
     for ours in (shared, padded):
         assert ours.metrics["aux_loss"] == pytest.approx(theirs.metrics["aux_loss"], abs=1e-6)
@@ -196,5 +196,5 @@ def test_gpt_neo_shares_where_all_of_its_layers_are_global() -> None:
 def test_a_reference_that_cannot_share_is_an_obstacle(caplog: pytest.LogCaptureFixture) -> None:
     trainer = made(CATTOTrainer, CATTOConfig, prefix_sharing=True)
     trainer.ref_model = tiny_model(arch="mistral", sliding_window=8)
-    assert trainer.arrangement()["shared"] is False
+    assert trainer.layout_options()["shared"] is False
     assert "prefix_sharing is off" in caplog.text

@@ -1,9 +1,9 @@
 """Lay out rows of token ids in one batch for one forward pass: padded, packed, or with shared prompts.
 
 Shared: a prompt is computed once for all its responses, in a single sequence [prompt | y1 | y2 | ...]. Each response
-attends to the prompt and to itself, and its position ids continue from the prompt's end. The last prompt position
-predicts the first token of several responses. Targets are therefore not aligned with positions, and each target names
-the position that predicts it.
+attends to the prompt and to itself, and its position ids continue from the prompt's end. The last position of the
+prompt predicts the first token of every response. A target is therefore not always predicted by the position before it,
+and the batch stores the predicting position of each target (`source`).
 
 Packed: all sequences are concatenated in one line without padding and do not attend to each other.
 
@@ -39,18 +39,21 @@ class Row(NamedTuple):
 class Query(NamedTuple):
     """A request for the probabilities of candidate tokens at the position that predicts one token of a completion."""
 
-    row: int
-    token: int  # index in the row's completion
+    row: int  # index of the row in the batch
+    token: int  # index of the token in the row's completion
     candidates: Sequence[int]
     gold: int = 0  # index of the right candidate
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of one forward pass and the origin of its outputs: G lines of S tokens, N scored tokens, M queries."""
+    """The inputs of one forward pass: G lines of S tokens, of which N tokens are scored and M queries are answered.
+
+    To score a token is to compute the statistics of the model's distribution at the position that predicts it.
+    """
 
     rows: Sequence[Row]  # the rows in this batch; stay on the host
-    tokens: Sequence[NDArray[np.int64]]  # indices of the scored tokens of each scored row; stay on the host
+    scored_tokens: Sequence[NDArray[np.int64]]  # for each scored row, the completion indices of its scored tokens
     shared: bool
     packed: bool
     lengths: list[int]  # number of scored tokens of each scored row
@@ -58,13 +61,13 @@ class Batch:
     segments: Tensor  # (G, S): 0 for the prompt, k > 0 for its k-th response, -1 for padding
     sequences: Tensor  # (G, S): 0 for the common beginning of all prompts, k > 0 for the k-th sequence, -1 for padding
     position_ids: Tensor  # (G, S)
-    counts: Tensor  # (G, S): how many of the balanced rows contain each token
-    source: Tensor  # (N, 2): (line, column) that predicts each scored token
-    place: Tensor  # (N, 2): (row, index in prompt + completion, minus one) of each scored token: TRL's shifted layout
-    targets: Tensor  # (N,)
-    query_source: Tensor  # (M, 2)
-    query_labels: Tensor  # (M, K), padded with -100
-    query_gold: Tensor  # (M,)
+    counts: Tensor  # (G, S): how many of the first `num_balanced` rows of `lay_out_rows` contain each token
+    source: Tensor  # (N, 2): (line, column) of the position that predicts each scored token
+    trl_index: Tensor  # (N, 2): (row, column) of each scored token in TRL's shifted tensors, without the first token
+    targets: Tensor  # (N,): the scored tokens themselves
+    query_source: Tensor  # (M, 2): (line, column) of the position at which each query is answered
+    query_labels: Tensor  # (M, K): the candidate tokens of each query, padded with -100
+    query_gold: Tensor  # (M,): index of each query's right candidate
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """Move every tensor to a device."""
@@ -97,13 +100,13 @@ class Batch:
 def lay_out_rows(
     rows: Sequence[Row],
     queries: Sequence[Query],
-    scored: int,
+    num_scored: int,
     pad: int,
     *,
     shared: bool,
     packed: bool = False,
-    balanced: int | None = None,
-    tokens: Sequence[NDArray[np.int64]] = (),
+    num_balanced: int | None = None,
+    scored_tokens: Sequence[NDArray[np.int64]] = (),
 ) -> Batch:
     """Lay out rows in one batch.
 
@@ -114,40 +117,40 @@ def lay_out_rows(
     Args:
         rows: The rows.
         queries: Requests for label probabilities.
-        scored: The tokens of the first `scored` rows are scored. The other rows only serve queries.
+        num_scored: Number of rows whose tokens are scored: the first ones. The other rows only serve queries.
         pad: Token id used for padding.
         shared: Whether to compute each prompt only once.
         packed: Whether to put all sequences in one line, without padding.
-        balanced: The first `balanced` rows count in the load-balancing loss of a mixture of experts. None counts all
-            scored rows.
-        tokens: The tokens to score, as one array of indices per row. Index 0 is the first token of the completion, and
-            -1 is the last token of the prompt. If there are fewer arrays than scored rows, the remaining rows are
-            scored on their whole completions.
+        num_balanced: Number of rows that count in the load-balancing loss of a mixture of experts: the first ones. None
+            counts the scored rows.
+        scored_tokens: The tokens to score, as one array of indices for each of the first rows. Index 0 is the first
+            token of the completion, and -1 is the last token of the prompt. Scored rows without an array are scored on
+            their whole completions.
 
     Returns:
         The batch.
     """
-    if balanced is None:
-        balanced = scored
-    lines = _LineBuilder(rows, shared=shared, packed=packed, balanced=balanced)
+    if num_balanced is None:
+        num_balanced = num_scored
+    lines = _LineBuilder(rows, shared=shared, packed=packed, num_balanced=num_balanced)
     input_ids, segments, sequences, position_ids, counts = lines.make_grid(pad)
 
-    scored_tokens = _locate_scored_tokens(lines, rows[:scored], tokens)
+    located = _locate_scored_tokens(lines, rows[:num_scored], scored_tokens)
     query_sources = [lines.find_source(query.row, query.token) for query in queries]
     return Batch(
         rows=rows,
-        tokens=scored_tokens.indices,
+        scored_tokens=located.indices,
         shared=shared,
         packed=packed,
-        lengths=[len(indices) for indices in scored_tokens.indices],
+        lengths=[len(indices) for indices in located.indices],
         input_ids=torch.from_numpy(input_ids),
         segments=torch.from_numpy(segments),
         sequences=torch.from_numpy(sequences),
         position_ids=torch.from_numpy(position_ids),
         counts=torch.from_numpy(counts),
-        source=torch.from_numpy(scored_tokens.source),
-        place=torch.from_numpy(scored_tokens.place),
-        targets=torch.from_numpy(scored_tokens.targets),
+        source=torch.from_numpy(located.source),
+        trl_index=torch.from_numpy(located.trl_index),
+        targets=torch.from_numpy(located.targets),
         query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
         query_labels=pad_ids([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
@@ -155,40 +158,52 @@ def lay_out_rows(
 
 
 class _ScoredTokens(NamedTuple):
-    """The scored tokens of a batch: `Batch.tokens`, `source`, `place` and `targets`, before they become tensors."""
+    """The scored tokens of a batch, as arrays.
+
+    Attributes:
+        indices: For each scored row, the indices of its scored tokens in the completion; negative in the prompt.
+        source: (line, column) of the position that predicts each of the N scored tokens, (N, 2).
+        trl_index: (row, column) of each scored token in TRL's shifted tensors, which lack the first token, (N, 2).
+        targets: The scored tokens, (N,).
+    """
 
     indices: list[NDArray[np.int64]]
     source: NDArray[np.int64]
-    place: NDArray[np.int64]
+    trl_index: NDArray[np.int64]
     targets: NDArray[np.int64]
 
 
 def _locate_scored_tokens(
-    lines: _LineBuilder, rows: Sequence[Row], tokens: Sequence[NDArray[np.int64]]
+    lines: _LineBuilder, rows: Sequence[Row], scored_tokens: Sequence[NDArray[np.int64]]
 ) -> _ScoredTokens:
     """Return the tokens to score in the given rows, and the positions that predict them.
 
-    tokens: As in `lay_out_rows`.
+    Args:
+        lines: The lines in which the rows have been laid out.
+        rows: The rows to score.
+        scored_tokens: The tokens to score, as one array of completion indices for each of the first rows; negative
+            indices are in the prompt. Rows without an array are scored on their whole completions.
     """
     indices = []
-    # One array per row; the empty first ones allow for a batch without scored rows.
+    # One array per row. The empty first array is there because `np.concatenate` refuses an empty list.
     sources = [np.zeros((0, 2), np.int64)]
-    places = [np.zeros((0, 2), np.int64)]
+    trl_indices = [np.zeros((0, 2), np.int64)]
     targets = [np.zeros(0, np.int64)]
     for number, row in enumerate(rows):
         prompt_length = len(row.prompt)
-        token_indices = np.arange(len(row.completion))
-        if number < len(tokens):
-            token_indices = np.asarray(tokens[number], np.int64)
+        if number < len(scored_tokens):
+            token_indices = np.asarray(scored_tokens[number], np.int64)
+        else:
+            token_indices = np.arange(len(row.completion))
         token_indices = token_indices[token_indices > -prompt_length]  # nothing predicts the first token of a row
         indices.append(token_indices)
         index_in_row = prompt_length + token_indices
         row_ids = np.concatenate([row.prompt, row.completion]).astype(np.int64)
         line, column = lines.find_source(number, token_indices)
-        sources.append(_pair_with(line, column))  # in our grid
-        places.append(_pair_with(number, index_in_row - 1))  # in TRL's tensors
+        sources.append(_pair_with(line, column))
+        trl_indices.append(_pair_with(number, index_in_row - 1))  # TRL's shifted tensors lack the first token
         targets.append(row_ids[index_in_row])
-    return _ScoredTokens(indices, np.concatenate(sources), np.concatenate(places), np.concatenate(targets))
+    return _ScoredTokens(indices, np.concatenate(sources), np.concatenate(trl_indices), np.concatenate(targets))
 
 
 def _pair_with(number: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -204,8 +219,9 @@ COUNT_ROW = TABLE_ROWS.index("count")
 class _LineBuilder:
     """Joins rows into sequences and sequences into lines, and locates each token of a row in them.
 
-    Sequences and lines are token tables of shape (5, T), see `TABLE_ROWS`. A token's count is the number of rows,
-    among the first `balanced`, that contain it.
+    A sequence is a prompt followed by its response, or by all its responses if prompts are shared. A line is one
+    sequence, or all of them if they are packed. Both are token tables of shape (5, T), see `TABLE_ROWS`. The count of a
+    token is the number of rows that contain it, among the first `num_balanced` rows.
 
     Attributes:
         common: Token ids that all prompts begin with; empty unless prompts are shared and packed.
@@ -215,23 +231,26 @@ class _LineBuilder:
         lines: Token table of each line.
     """
 
-    def __init__(self, rows: Sequence[Row], *, shared: bool, packed: bool, balanced: int) -> None:
+    def __init__(self, rows: Sequence[Row], *, shared: bool, packed: bool, num_balanced: int) -> None:
         prompts = [np.asarray(row.prompt, np.int64) for row in rows]
         common_length = 0
-        if shared and packed:  # only then are all prompts in one line
+        if shared and packed:  # prompts in different lines cannot share tokens
             common_length = count_shared_beginning(prompt.tolist() for prompt in prompts)
         self.common = prompts[0][:common_length]
         self.own_prompts = [prompt[common_length:] for prompt in prompts]
         self.row_starts: list[tuple[int, int]] = []
-        sequences = self._make_sequences(rows, shared=shared, balanced=balanced)
+        sequences = self._make_sequences(rows, shared=shared, num_balanced=num_balanced)
         self.sequence_starts = [(number, 0) for number in range(len(sequences))]
         self.lines = sequences
         if packed:
-            self._pack(sequences, count=min(balanced, len(rows)))
+            self._pack(sequences, common_count=min(num_balanced, len(rows)))
 
-    def _pack(self, sequences: Sequence[NDArray[np.int64]], *, count: int) -> None:
-        """Concatenate the common beginning and all sequences into one line. `count` applies to the beginning."""
-        line_parts = [_make_table(self.common, segment=0, sequence=0, position=0, count=count)]
+    def _pack(self, sequences: Sequence[NDArray[np.int64]], *, common_count: int) -> None:
+        """Concatenate the common beginning and all sequences into one line, and set `sequence_starts`.
+
+        `common_count` is the count of each token of the common beginning.
+        """
+        line_parts = [_make_table(self.common, segment=0, sequence=0, position=0, count=common_count)]
         self.sequence_starts = []
         column = len(self.common)
         for sequence in sequences:
@@ -240,41 +259,38 @@ class _LineBuilder:
             column += sequence.shape[1]
         self.lines = [np.concatenate(line_parts, axis=1)]
 
-    def _make_sequences(self, rows: Sequence[Row], *, shared: bool, balanced: int) -> list[NDArray[np.int64]]:
-        """Make the token table of each sequence, and set `row_starts`.
-
-        A sequence is a prompt followed by its response, or by all its responses if prompts are shared.
-        """
-        sequence_by_key: dict[Any, int] = {}
+    def _make_sequences(self, rows: Sequence[Row], *, shared: bool, num_balanced: int) -> list[NDArray[np.int64]]:
+        """Make the token table of each sequence, and set `row_starts`."""
+        sequence_of_prompt: dict[bytes, int] = {}
         sequences: list[list[NDArray[np.int64]]] = []  # for each sequence, the tables of its prompt and its responses
-        position = len(self.common)
+        prompt_position = len(self.common)
         for number, row in enumerate(rows):
             prompt = self.own_prompts[number]
             completion = np.asarray(row.completion, np.int64)
-            key: Any = number
+            sequence = len(sequences)
             if shared:  # rows with the same prompt form one sequence
-                key = prompt.tobytes()
-            sequence = sequence_by_key.setdefault(key, len(sequences))
+                sequence = sequence_of_prompt.setdefault(prompt.tobytes(), sequence)
             is_new = sequence == len(sequences)
             if is_new:
-                sequences.append([_make_table(prompt, segment=0, sequence=sequence + 1, position=position, count=0)])
+                table = _make_table(prompt, segment=0, sequence=sequence + 1, position=prompt_position, count=0)
+                sequences.append([table])
             tables = sequences[sequence]
-            count = int(number < balanced)
-            prompt_counts = tables[0][COUNT_ROW]
-            prompt_counts += count  # in place, once per response
-            self.row_starts.append((sequence, sum(table.shape[1] for table in tables)))
-            response = _make_table(
+            completion_start = sum(table.shape[1] for table in tables)
+            self.row_starts.append((sequence, completion_start))
+            count = int(number < num_balanced)
+            tables[0][COUNT_ROW] += count  # every row of the sequence contains the prompt
+            response_table = _make_table(
                 completion,
                 segment=len(tables),
                 sequence=sequence + 1,
-                position=position + len(prompt),
+                position=prompt_position + len(prompt),
                 count=count,
             )
-            tables.append(response)
+            tables.append(response_table)
         return [np.concatenate(tables, axis=1) for tables in sequences]
 
     def make_grid(self, pad: int) -> NDArray[np.int64]:
-        """Return the tables of all lines, padded to the same length: (5, G, S), see `TABLE_ROWS`."""
+        """Return the tables of the G lines, padded to the length S of the longest: (5, G, S), see `TABLE_ROWS`."""
         longest = max(line.shape[1] for line in self.lines)
         padding = np.array([pad, -1, -1, 0, 0])  # values of a padding token, in the order of TABLE_ROWS
         grid = np.empty((len(TABLE_ROWS), len(self.lines), longest), np.int64)
@@ -284,35 +300,37 @@ class _LineBuilder:
         return grid
 
     def find_source(self, row: int, token: Any) -> tuple[int, Any]:
-        """Return the line and the column that predict a token.
+        """Return the line and the column of the token that predicts a given token: the one before it in its row.
 
-        The last token of the prompt predicts the first one of the completion. Tokens of the common beginning are
-        predicted there, at the start of the line.
+        That token is not always in the column before. The first token of each completion is predicted by the last
+        token of the prompt, which several completions may share. The common beginning of all prompts is at the start
+        of the line.
 
         Args:
             row: Number of the row.
             token: Index of the token in the completion, negative for a token of the prompt. An array of indices gives
-                an array of columns.
+                an array of columns. It must not be the first token of the row, since no token predicts that one.
         """
-        sequence, response_start = self.row_starts[row]
+        sequence, completion_start = self.row_starts[row]
         line, sequence_start = self.sequence_starts[sequence]
-        prompt_length = len(self.own_prompts[row])
-        in_response = sequence_start + response_start + token - 1
-        in_prompt = sequence_start + prompt_length + token - 1
-        in_common = len(self.common) + prompt_length + token - 1
-        predicted_in_own_prompt = prompt_length + token > 0
-        before_response = np.where(predicted_in_own_prompt, in_prompt, in_common)
-        return line, np.where(token > 0, in_response, before_response)
+        index_in_completion = token - 1
+        index_in_own_prompt = len(self.own_prompts[row]) + index_in_completion
+        column_in_completion = sequence_start + completion_start + index_in_completion
+        column_in_own_prompt = sequence_start + index_in_own_prompt
+        column_in_common = len(self.common) + index_in_own_prompt
+        column_in_prompt = np.where(index_in_own_prompt >= 0, column_in_own_prompt, column_in_common)
+        return line, np.where(index_in_completion >= 0, column_in_completion, column_in_prompt)
 
 
 def _make_table(ids: NDArray[np.int64], *, segment: int, sequence: int, position: int, count: int) -> NDArray[np.int64]:
+    """Return the table of successive tokens, (5, len(ids)). `position` is that of the first token."""
     positions = position + np.arange(len(ids))
     return np.stack(np.broadcast_arrays(ids, segment, sequence, positions, count))
 
 
 def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
     """Pad lists of ids on the right with -100, to a width that is a multiple of `multiple`: (len(rows), width)."""
-    longest = max((len(row) for row in rows), default=1)
+    longest = max((len(row) for row in rows), default=1)  # not 0, for which `view` below could not infer a size
     width = round_up(longest, multiple)
     table = []
     for row in rows:
@@ -327,9 +345,9 @@ def pad_ids(rows: Sequence[Sequence[int]], multiple: int = 1) -> Tensor:
 def make_visibility(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
     """Return a function that tells whether one token may attend to another, in the form of FlexAttention's `mask_mod`.
 
-    Its arguments are the line, the attention head, the query's column and the key's column, as tensors or numbers. A
-    token attends to itself and to earlier tokens of the common beginning, of its sequence's prompt and of its own
-    response. Padding attends only to itself, since the softmax needs at least one key.
+    Its arguments are the line, the attention head (unused), the query's column and the key's column, as tensors or
+    numbers. A token attends to itself and to earlier tokens of the common beginning, of its sequence's prompt and of
+    its own response. Padding attends only to itself, since the softmax needs at least one key.
     """
     segments = batch.segments
     sequences = batch.sequences
@@ -337,17 +355,19 @@ def make_visibility(batch: Batch) -> Callable[[Any, Any, Any, Any], Any]:
     def is_visible(line: Any, head: Any, query: Any, key: Any) -> Any:
         key_segment = segments[line, key]
         key_sequence = sequences[line, key]
-        in_prompt_or_response = (key_segment == 0) | (key_segment == segments[line, query])
-        in_same_sequence = (key_sequence == sequences[line, query]) & (key_sequence > 0)
-        in_sequence_or_common = (key_sequence == 0) | in_same_sequence
-        is_before = query >= key
-        return (is_before & in_prompt_or_response & in_sequence_or_common) | (query == key)
+        is_in_prompt = key_segment == 0
+        is_in_own_response = key_segment == segments[line, query]
+        is_in_common = key_sequence == 0
+        is_in_own_sequence = (key_sequence == sequences[line, query]) & (key_sequence > 0)  # -1 is padding
+        is_earlier = key < query
+        is_allowed = (is_in_prompt | is_in_own_response) & (is_in_common | is_in_own_sequence)
+        return (is_earlier & is_allowed) | (key == query)
 
     return is_visible
 
 
 def dense_mask(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """Return the additive attention mask (G, 1, S, S), which is 0 if a token may attend to another.
+    """Return the additive attention mask (G, 1, S, S): 0 where a token may attend to another, the minimum elsewhere.
 
     Eager attention adds the mask to its scores, so a boolean mask would give wrong results without an error.
     """
@@ -362,14 +382,15 @@ def dense_mask(batch: Batch, dtype: torch.dtype) -> Tensor:
 
 
 def block_mask(batch: Batch) -> Any:
-    """Return the same mask for FlexAttention, which skips blocks in which no token may attend to another."""
+    """Return the attention mask as FlexAttention's `BlockMask`, by which it skips blocks without a visible key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     lines, size = batch.segments.shape
     device = batch.segments.device
     make_mask: Any = create_block_mask
     if device.type == "cuda":
-        # Compiled, it never stores a mask of all pairs of tokens. Changing lengths cost only one more compilation.
+        # Without compilation, it would store a dense mask of all pairs of tokens first. A change of lengths triggers
+        # only one further compilation, since torch then compiles for any length.
         make_mask = torch.compile(create_block_mask)
     return make_mask(make_visibility(batch), lines, None, size, size, device=device)
 
@@ -377,7 +398,7 @@ def block_mask(batch: Batch) -> Any:
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
 KEY = "catto"  # our entry in a batch; removed before TRL sees the batch, since TRL passes unknown entries to the model
-# Columns in addition to TRL's that reach the collator, if the dataset has them.
+# The columns that a dataset may have in addition to TRL's. TRL must not remove them before the collator reads them.
 LABEL_COLUMNS = ("chosen_label_at", "rejected_label_at", "chosen_candidates", "rejected_candidates", "gold_index")
 REASONING_COLUMNS = ("chosen_reasoning", "rejected_reasoning")  # number of tokens before the label
 COLUMNS = ("row", *LABEL_COLUMNS, "rate", *REASONING_COLUMNS)
@@ -388,9 +409,9 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     """TRL's collator, extended to store our tensors and the layout of the batch under `KEY`.
 
     Attributes:
-        layout: Options `shared` and `packed` of the layout. None leaves the layout to the training step. This is
-            needed if Accelerate concatenates, broadcasts and slices batches along dimension 0: then a batch may
-            contain only tensors of 2 B rows.
+        layout: Options `shared` and `packed` of `lay_out_rows`. None leaves the layout to the training step. This is
+            needed if Accelerate dispatches batches, since it concatenates and slices them along dimension 0: then a
+            batch may contain only tensors of 2 B rows.
         reads_reasoning: Whether the preference loss reads only the tokens before the label.
     """
 
@@ -398,18 +419,26 @@ class PairCollator(DataCollatorForPreference):  # type: ignore[misc]
     reads_reasoning: bool = False
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate B pairs into TRL's tensors of 2 B rows, [chosen; rejected], and add our own tensors under `KEY`.
+        """Collate B pairs into TRL's tensors of 2 B rows, chosen responses first, and add our entries under `KEY`.
 
-        Ours also have 2 B rows: `row` is the pair's number in the dataset (-1 if pairs are not numbered), and `start`
-        is the index of the first completion token. The labels and the number of reasoning tokens follow if the losses
-        read them. `layout` is a whole `Batch`.
+        Args:
+            examples: B rows of the dataset.
+
+        Returns:
+            TRL's batch with a dictionary under `KEY`. Except for `layout`, its entries are tensors of 2 B rows too:
+
+            - `row`: The pair's number in the dataset, -1 if the dataset does not number its pairs.
+            - `start`: Index of the first completion token.
+            - `label_at`, `candidates`, `gold_index` and `correctness_rate`, if the dataset has the label columns.
+            - `reasoning`: Number of completion tokens before the label, if `reads_reasoning`.
+            - `layout`: The pairs as a `Batch`, if `self.layout` is not None.
         """
         output: dict[str, Any] = super().torch_call(examples)
         our_tensors: dict[str, Any] = {
             "row": torch.tensor([example.get("row", -1) for example in examples] * 2),
             "start": completion_starts(output),
         }
-        # A user's dataset may have one of these columns for its own purposes, so all of them are required.
+        # `label_columns` adds all of these columns. A dataset with only some of them uses their names for other data.
         has_labels = examples[0].keys() >= {*LABEL_COLUMNS, "rate"}
         if has_labels:
             our_tensors["label_at"] = torch.tensor(_join_sides(examples, "label_at"))
@@ -433,25 +462,29 @@ def _join_sides(examples: Sequence[Mapping[str, Any]], column: str) -> list[Any]
 
 
 def completion_starts(inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the index of each row's first completion token, or the row's length if it has none: (2 B,)."""
+    """Return the index of each row's first completion token: (2 B,). If there is none, it is the end of the prompt.
+
+    inputs: TRL's tensors `completion_mask` and `attention_mask`, (2 B, S).
+    """
     mask = inputs["completion_mask"]
     lengths = inputs["attention_mask"].sum(-1)
     has_completion = mask.any(-1)
-    first_index = mask.ne(0).int().argmax(-1)
+    first_index = mask.ne(0).int().argmax(-1)  # of several maxima, argmax returns the first
     return torch.where(has_completion, first_index, lengths)
 
 
-def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], pad: int, **layout: bool) -> Batch:
-    """Lay out B pairs, whose 2 B rows are read from TRL's tensors because the collator may have truncated them.
+def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor], pad: int, **options: bool) -> Batch:
+    """Lay out B collated pairs.
 
-    The tokens that `completion_mask` selects are scored. If `our_tensors` contains labels, they become queries.
+    The 2 B rows are read from TRL's tensors, since the collator may have truncated them. The tokens that
+    `completion_mask` selects are scored. If `our_tensors` contains labels, they become queries.
 
     Args:
         inputs: TRL's tensors: `input_ids`, `attention_mask` and `completion_mask`, (2 B, S).
-        our_tensors: The tensors that `PairCollator` adds for the same rows. Completions begin at its `start`, since
-            the mask may have changed after collation.
+        our_tensors: The tensors that `PairCollator` adds for the same rows. Completions begin at `start`, even if
+            `completion_mask` has changed since.
         pad: Token id used for padding.
-        **layout: Options `shared` and `packed` of `lay_out_rows`.
+        **options: Options `shared` and `packed` of `lay_out_rows`.
 
     Returns:
         The batch.
@@ -459,20 +492,21 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor
     Raises:
         ValueError: A row was truncated before its label.
     """
-    # A data loader's worker moves the tensor to shared memory and frees the old storage, hence the copy.
+    # The rows of the batch are views of `ids`. It is a copy, because a data loader's worker moves the tensor itself to
+    # shared memory and frees the old storage.
     ids = inputs["input_ids"].cpu().numpy().copy()
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
     lengths = inputs["attention_mask"].sum(-1).tolist()
     starts = our_tensors["start"].tolist()
     rows = []
-    tokens = []
+    scored_tokens = []
     for row_ids, mask, length, start in zip(ids, masks, lengths, starts, strict=True):
-        rows.append(Row(row_ids[:start], row_ids[start:length]))
-        tokens.append(np.flatnonzero(mask) - start)
+        rows.append(Row(prompt=row_ids[:start], completion=row_ids[start:length]))
+        scored_tokens.append(np.flatnonzero(mask) - start)
     queries = []
     if "label_at" in our_tensors:
         queries = _make_label_queries(rows, our_tensors)
-    return lay_out_rows(rows, queries, len(rows), pad, tokens=tokens, **layout)
+    return lay_out_rows(rows, queries, len(rows), pad, scored_tokens=scored_tokens, **options)
 
 
 def _make_label_queries(rows: Sequence[Row], our_tensors: Mapping[str, Tensor]) -> list[Query]:

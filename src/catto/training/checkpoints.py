@@ -10,17 +10,18 @@ from typing import Any
 
 from catto.io.atomic import link_or_copy, write_text
 
-KEEP = {"val_accuracy": True, "val_ece": False, "val_nll": False}  # metric -> whether larger is better
+# Validation metrics by which the best checkpoint can be kept -> whether larger is better.
+GREATER_IS_BETTER = {"val_accuracy": True, "val_ece": False, "val_nll": False}
 LAST = "last"  # the rule that keeps the last step
-# A complete checkpoint contains at least one of these files or folders.
-_MODELS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
+# Names of the files or folders with the weights. A complete checkpoint contains at least one of them.
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model_fsdp_0")
 
 
 def newest_complete(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint that was written completely; None if there is none, or no folder.
+    """Return the newest checkpoint that was written completely; None if there is none or the folder does not exist.
 
-    Transformers writes a checkpoint in place, with trainer_state.json last. If training is killed meanwhile, this file
-    of the newest checkpoint is missing or truncated.
+    Transformers writes the files of a checkpoint directly into its folder, trainer_state.json last. If training is
+    killed meanwhile, this file is missing or truncated.
     """
     path_by_step = {}
     for path in Path(output_dir).glob("checkpoint-*"):
@@ -32,51 +33,56 @@ def newest_complete(output_dir: str | Path) -> Path | None:
             state = json.loads((path / "trainer_state.json").read_text())
         except (OSError, ValueError):  # the file is missing or truncated
             continue
-        has_model = any((path / name).exists() for name in _MODELS)
-        if isinstance(state, dict) and has_model:
+        has_weights = any((path / name).exists() for name in _WEIGHTS)
+        if isinstance(state, dict) and has_weights:
             return path
     return None
 
 
 def copy_newest(checkpoints: Path, target: Path, final: Path) -> None:
-    """Link the newest complete checkpoint and the best one into `target`, which the caller then renames to `final`.
+    """Copy the newest complete checkpoint and the best one. Without a complete checkpoint, do nothing.
 
-    A complete checkpoint is never written to again, so hard links suffice. Only the newest one's trainer_state.json is
-    rewritten in `target`, with the new path of the best checkpoint. Without a complete checkpoint, nothing happens.
+    Files are hard-linked, since training never writes to a complete checkpoint again. Only trainer_state.json of the
+    newest checkpoint is written anew, since it contains the path of the best checkpoint.
+
+    Args:
+        checkpoints: The folder with the checkpoints of a training run, which may still be running.
+        target: The folder to copy them into.
+        final: The folder to which the caller renames `target` afterwards.
 
     Raises:
-        OSError: A training run deleted or added a checkpoint in the meantime.
+        OSError: The training run deleted or added a checkpoint in the meantime.
     """
     newest = newest_complete(checkpoints)
     if newest is None:
         return
     state = json.loads((newest / "trainer_state.json").read_text())
-    has_best = state["best_model_checkpoint"] is not None  # otherwise training keeps the last step
-    best = newest.name
-    if has_best:
-        best = Path(state["best_model_checkpoint"]).name
+    names = {newest.name}
+    best = state["best_model_checkpoint"]  # None if training keeps the last step
+    if best is not None:
+        names.add(Path(best).name)
 
     def copy_file(source: str, destination: str) -> None:
         link_or_copy(Path(source), Path(destination))
 
-    for name in {newest.name, best}:
+    for name in names:
         shutil.copytree(checkpoints / name, target / name, copy_function=copy_file)
-    # If training is still running, it may have deleted files of these checkpoints when it wrote a newer one.
+    # When training writes a new checkpoint, it deletes older ones, so some of their files may not have been linked.
     if newest_complete(checkpoints) != newest:
         raise FileNotFoundError(newest)
-    if has_best:
-        moved_state = {**state, "best_model_checkpoint": str(final / best)}
+    if best is not None:
+        moved_state = {**state, "best_model_checkpoint": str(final / Path(best).name)}
         # This replaces the link, so the original file is unchanged.
         write_text(target / newest.name / "trainer_state.json", json.dumps(moved_state))
 
 
-def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dict[str, Any]:
+def checkpoint_arguments(rule: str, steps: int, *, has_validation: bool = True) -> dict[str, Any]:
     """Return training arguments that save every `steps` steps and keep a checkpoint by `rule`.
 
     Args:
-        rule: `last` keeps the last step. The name of a validation metric keeps the best step by that metric.
-        steps: Number of steps between two checkpoints. A killed run resumes from the last checkpoint.
-        measured: Whether there are held-out examples to evaluate. Without them, the last step is kept.
+        rule: `last` keeps the last step. A metric of `GREATER_IS_BETTER` keeps the best step by that metric.
+        steps: Number of steps between two checkpoints, and between two evaluations.
+        has_validation: Whether there are held-out examples to evaluate. Without them, the last step is kept.
 
     Returns:
         Keyword arguments of `TrainingArguments`.
@@ -89,13 +95,19 @@ def checkpoint_arguments(rule: str, steps: int, *, measured: bool = True) -> dic
     >>> checkpoint_arguments("last", 50)["save_total_limit"]
     1
     """
-    if rule not in (LAST, *KEEP):
-        raise ValueError(f"keep is {rule!r}, expected one of {', '.join((LAST, *KEEP))}")
+    rules = (LAST, *GREATER_IS_BETTER)
+    if rule not in rules:
+        raise ValueError(f"keep is {rule!r}, expected one of {', '.join(rules)}")
     save = {"save_strategy": "steps", "save_steps": steps, "save_total_limit": 1}
-    if not measured:
+    if not has_validation:
         return {"eval_strategy": "no", **save}
     evaluate = {"eval_strategy": "steps", "eval_steps": steps, **save}
     if rule == LAST:
         return evaluate
-    keep_best = {"load_best_model_at_end": True, "metric_for_best_model": rule, "greater_is_better": KEEP[rule]}
-    return {**evaluate, **keep_best, "save_total_limit": 2}  # the best checkpoint and the newest
+    keep_best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": rule,
+        "greater_is_better": GREATER_IS_BETTER[rule],
+        "save_total_limit": 2,  # the best checkpoint, and the newest to resume from
+    }
+    return {**evaluate, **keep_best}

@@ -41,18 +41,21 @@ def warn_of_slow_bf16(args: TrainingArguments) -> None:
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
-    """Return a dataclass field with a default and a help text.
+    """Return a dataclass field that `HfArgumentParser` turns into a command-line option.
 
     Args:
-        default: The default.
-        text: The help text that `HfArgumentParser` shows.
-        **more: Further keyword arguments that `HfArgumentParser` passes to `argparse`.
+        default: The default of the field.
+        text: The help text of the option.
+        **more: Further keyword arguments of `argparse.ArgumentParser.add_argument`.
     """
     return field(default=default, metadata={"help": text, **more})
 
 
 def _list_questions(value: Any) -> list[Question] | str | None:
-    """Return a path as a string, and questions as a list of `Question`. A stored configuration has them as JSON."""
+    """Return the value of `calibration_questions` in one of its types: a path as a string, or a list of `Question`.
+
+    The questions of a stored configuration are dictionaries.
+    """
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, os.PathLike):
@@ -143,7 +146,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if getattr(self, "bf16", None) is None and not torch.accelerator.is_available():
-            self.bf16 = False
+            self.bf16 = False  # TRL would set it to True
         super().__post_init__()
         warn_of_slow_bf16(self)
         self._check_choices()
@@ -154,6 +157,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
         self._refuse_unread_options()
 
     def _check_choices(self) -> None:
+        """Raise ValueError if an option of `CHOICES` has a different value."""
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -161,6 +165,7 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
                 raise ValueError(f"{name} is {value!r}, expected one of {expected}")
 
     def _check_numbers(self) -> None:
+        """Raise ValueError if the weight or a number of samples is out of its range, or samples have no use."""
         weight = self.calibration_weight
         if weight is not None:
             is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
@@ -170,13 +175,17 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}, expected at least 1")
-        if self.outcome_target == "gold" and self.outcome_samples != CATTOConfig.outcome_samples:
+        default_samples = CATTOConfig.outcome_samples
+        if self.outcome_target == "gold" and self.outcome_samples != default_samples:
             raise ValueError(
                 f"outcome_samples is {self.outcome_samples} but outcome_target is 'gold', which has no votes"
             )
 
     def _refuse_unread_options(self) -> None:
-        """Raise ValueError if an option is set that the chosen term does not read, except for a weight of 0."""
+        """Raise ValueError if an option is set that the chosen term does not read.
+
+        A weight of 0 is accepted with any term, and with none.
+        """
         for name, terms in TERM_OPTIONS.items():
             if self.calibration in terms:
                 continue
@@ -207,18 +216,26 @@ class CATTOConfig(DPOConfig):  # type: ignore[misc]
 
     @classmethod
     def of(cls, config: DPOConfig) -> Self:
-        """Return the configuration as a `CATTOConfig`. A plain `DPOConfig` gets the defaults of our options."""
+        """Return the configuration as a `CATTOConfig`.
+
+        Args:
+            config: A `CATTOConfig`, which is returned unchanged, or a plain `DPOConfig`, of which a copy with the
+                defaults of our options is returned.
+
+        Raises:
+            TypeError: The configuration is of a different subclass of `DPOConfig`.
+        """
         if isinstance(config, cls):
             return config
         if type(config) is not DPOConfig:
             raise TypeError(f"args is a {type(config).__name__}, expected a DPOConfig or a subclass of CATTOConfig")
+        # The class of a copy is changed, because a new object would run TRL's `__post_init__` again on its own results.
         extended = copy.copy(config)
         extended.__class__ = cls
-        given_values = dict(vars(extended))
-        vars(extended).update(_default_values(cls))
-        vars(extended).update(given_values)
+        vars(extended).update({**_default_values(cls), **vars(config)})
         return extended  # type: ignore[no-any-return]
 
 
 def _default_values(config_class: type[DPOConfig]) -> dict[str, Any]:
+    """Return field name -> default."""
     return {entry.name: entry.default for entry in fields(config_class)}

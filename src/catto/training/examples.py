@@ -1,7 +1,7 @@
 """Turn records into token ids and locate their labels. Rows that are too long for the context are dropped.
 
-Prompts are rendered as in the engines, and completions are appended unchanged. At test time the model therefore
-continues exactly the text that it was trained on.
+Prompts are rendered as the inference engines render them, and completions are appended unchanged. At test time the
+model therefore continues exactly the text that it was trained on.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Label(NamedTuple):
 
     Attributes:
         at: Index of the label's token in the completion.
-        candidates: The tokens of the K labels at that index.
+        candidates: The token that each of the K labels would have at that index.
         gold: Index of the right label among the K labels.
-        target: Distribution over the K labels that is used with `outcome_target` votes or mix. Usually the shares of
-            the labels among samples; None if there is none.
+        target: Distribution over the K labels, such as the share of samples that give each label. The outcome loss
+            reads it if `outcome_target` is votes or mix. None if there is no such distribution.
     """
 
     at: int
@@ -66,30 +66,44 @@ class Example(TokenizedRow):
 
 
 def make_examples(tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None) -> list[Example]:
-    """Tokenize completions, right or wrong, and find their labels.
+    """Tokenize rows and find the label in each completion. The completions may be right or wrong.
 
     Args:
         tokenizer: The tokenizer of the model.
-        rows: The rows. If a row has no label (None), one is appended to its completion.
+        rows: The rows. If a row's `label` is None, its completion must end where the label would follow.
         max_length: Maximum number of tokens of prompt and completion; longer rows are dropped. None keeps all.
 
     Returns:
-        One example per row that fits.
+        One example per row that fits, in the order of the rows.
 
     Raises:
         ValueError: All rows are too long, or no label can be read from a completion.
     """
-    return locate_labels(tokenizer, tokenize_responses(tokenizer, rows, max_length))
+    tokenized_rows = tokenize_responses(tokenizer, rows, max_length)
+    return locate_labels(tokenizer, tokenized_rows)
 
 
 def tokenize_responses(
     tokenizer: Any, rows: Iterable[SftRow], max_length: int | None = None
 ) -> list[tuple[SftRow, Row]]:
-    """Tokenize rows and return those that fit, each with its token ids. Arguments and errors as in `make_examples`."""
+    """Tokenize rows and drop those that are too long.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        rows: The rows. If a row's `label` is None, its completion must end where the label would follow.
+        max_length: Maximum number of tokens of prompt and completion; None keeps all rows.
+
+    Returns:
+        Each row that fits with its token ids, in the order of the rows.
+
+    Raises:
+        ValueError: All rows are too long.
+    """
     responses = []
     for row in rows:
         text = row.completion[-1].content
-        if row.label is None:  # the text ends just before the label; any label will do, since none is trained on
+        if row.label is None:
+            # `locate_labels` needs a label there. Any will do, since the outcome loss reads the row only up to it.
             text += _close_answer(row.labels[0])
         responses.append((row, row_ids(tokenizer, row.prompt, text)))
 
@@ -111,7 +125,18 @@ def _close_answer(label: str) -> str:
 
 
 def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
-    """Find the labels of tokenized rows. If a row has votes, they become its target. Errors as in `find_label`."""
+    """Find the label in the completion of each tokenized row.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        rows: The rows with their token ids. If a row has votes, they become the target of its label.
+
+    Returns:
+        One example per row, in the order of the rows.
+
+    Raises:
+        ValueError: A completion gives no label, or a single token does not distinguish the labels.
+    """
     examples = []
     for row, ids in rows:
         at, candidates = find_label(tokenizer, ids.completion, row.labels, f"question {row.question}")
@@ -123,10 +148,10 @@ def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Ex
     return examples
 
 
-def label_queries(examples: Sequence[Example], first: int = 0) -> list[Query]:
-    """Return a query for the label of each example. The examples' rows are numbered from `first`."""
+def label_queries(examples: Sequence[Example], first_row: int = 0) -> list[Query]:
+    """Return a query for the label of each example. In the batch, the examples are the rows from `first_row` on."""
     queries = []
-    for row, example in enumerate(examples, first):
+    for row, example in enumerate(examples, first_row):
         label = example.label
         queries.append(Query(row, label.at, label.candidates, label.gold))
     return queries
@@ -137,16 +162,16 @@ def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Examp
 
     Args:
         examples: The examples.
-        outcome_target: `gold` removes an example's distribution, `votes` keeps it, and `mix` replaces it by its mean
+        outcome_target: `gold` sets an example's target to None, `votes` keeps it, and `mix` replaces it by its mean
             with the one-hot gold label.
 
     Returns:
         New examples in the same order.
 
     Raises:
-        ValueError: An example needs a distribution and has none, or its shares do not sum to 1.
+        ValueError: With `votes` or `mix`, an example has no target, or its target is not a distribution.
     """
-    results = []
+    new_examples = []
     for example in examples:
         label = example.label
         target: tuple[float, ...] | None = None
@@ -154,34 +179,34 @@ def with_targets(examples: Sequence[Example], outcome_target: str) -> list[Examp
             target = _require_target(example, outcome_target)
             if outcome_target == "mix":
                 target = _mix_with_gold(target, label.gold)
-        results.append(replace(example, label=label._replace(target=target)))
-    return results
+        new_examples.append(replace(example, label=label._replace(target=target)))
+    return new_examples
 
 
 def _mix_with_gold(shares: Sequence[float], gold: int) -> tuple[float, ...]:
     """Return the mean of a distribution and the one-hot gold label."""
     mixed = []
     for index, share in enumerate(shares):
-        one_hot = 1 if index == gold else 0
-        mixed.append((share + one_hot) / 2)
+        gold_share = 1 if index == gold else 0
+        mixed.append((share + gold_share) / 2)
     return tuple(mixed)
 
 
 def _require_target(example: Example, outcome_target: str) -> tuple[float, ...]:
-    """Return the distribution of an example; raise ValueError if it is missing or is not a distribution."""
+    """Return an example's `label.target`; raise ValueError if it is None or not a distribution over its labels."""
     target = example.label.target
     where = f"question {example.question}"
     if target is None:
         raise ValueError(f"{where}: outcome_target is {outcome_target!r} but the example has no votes (label.target)")
-    labels = len(example.label.candidates)
-    is_distribution = len(target) == labels and min(target) >= 0 and abs(sum(target) - 1) < 1e-6
+    number_of_labels = len(example.label.candidates)
+    is_distribution = len(target) == number_of_labels and min(target) >= 0 and abs(sum(target) - 1) < 1e-6
     if not is_distribution:
-        raise ValueError(f"{where}: label.target is {target}, expected {labels} shares that sum to 1")
+        raise ValueError(f"{where}: label.target is {target}, expected {number_of_labels} shares that sum to 1")
     return target
 
 
 def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
-    """Return the distributions of N examples, padded with 0 to (N, width). An example without one gets zeros."""
+    """Return the target distributions of N examples, padded with 0 to (N, width). A target of None gives zeros."""
     table = []
     for example in examples:
         shares = list(example.label.target or ())
@@ -190,13 +215,17 @@ def target_table(examples: Sequence[Example], width: int) -> list[list[float]]:
 
 
 def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: str) -> tuple[int, list[int]]:
-    """Return the index of the label's token, and the tokens of all labels at that index.
+    """Find the token of a completion that decides its label.
 
     Args:
         tokenizer: The tokenizer of the model.
-        completion: The tokens of the completion.
-        labels: The labels of the question.
-        where: Name of the row, for the error.
+        completion: Token ids of the completion.
+        labels: The question's K labels.
+        where: Name of the row, which is prepended to the error message.
+
+    Returns:
+        The index of that token in the completion, and the K tokens that the labels would have there, in the order of
+        `labels`.
 
     Raises:
         ValueError: The completion gives no label, or a single token does not distinguish the labels.
@@ -209,7 +238,7 @@ def find_label(tokenizer: Any, completion: Any, labels: Sequence[str], where: st
 
 
 def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
-    """Encode a prompt and its completion; the end-of-sequence token is appended to the completion."""
+    """Encode a prompt and its completion, and append the end-of-sequence token to the completion."""
     text, prompt_tokens = _encode_prompt(tokenizer, tuple(prompt))
     joint_tokens = tokenizer(text + completion, add_special_tokens=False)["input_ids"]
     prompt_length = len(prompt_tokens)
@@ -223,26 +252,28 @@ def row_ids(tokenizer: Any, prompt: Sequence[Message], completion: str) -> Row:
 
 @lru_cache(maxsize=1024)
 def _encode_prompt(tokenizer: Any, prompt: tuple[Message, ...]) -> tuple[str, list[int]]:
-    """Render and encode a prompt. The cache serves its other responses, which are next to each other in the rows."""
+    """Render and encode a prompt. Cached, since consecutive rows are often responses to the same prompt."""
     return prompt_text(prompt, tokenizer), list(prompt_ids(tokenizer, prompt))
 
 
 def drop_too_long(
     rows: list[Any], max_length: int | None, *, length_of: Callable[[Any], int], name_of: Callable[[Any], str]
 ) -> list[Any]:
-    """Drop and log the rows that are too long for the context. Rows are never truncated, since that loses the label.
+    """Drop rows that are too long for the context, and log their names.
+
+    Rows are never truncated, since that would remove the label.
 
     Args:
-        rows: The rows.
+        rows: The rows, of any type.
         max_length: Maximum number of tokens; None keeps all rows.
         length_of: Returns the number of tokens of a row.
         name_of: Returns the name of a row for the log.
 
     Returns:
-        The rows that fit.
+        The rows that fit, in their order.
 
     Raises:
-        ValueError: All rows are too long.
+        ValueError: There are rows, and all of them are too long.
     """
     if max_length is None:
         return rows
@@ -256,23 +287,27 @@ def drop_too_long(
     if dropped and not fitting:
         raise ValueError(f"every row is longer than max_length {max_length} tokens")
     if dropped:
-        _log_dropped([name_of(row) for row in dropped], total=len(rows), kind=f"rows longer than {max_length} tokens")
+        names = [name_of(row) for row in dropped]
+        _log_dropped(names, total=len(rows), description=f"rows longer than {max_length} tokens")
     return fitting
 
 
-def _log_dropped(names: Sequence[str], *, total: int, kind: str) -> None:
-    """Log how many of `total` rows were dropped, and the names of the first ones. kind: Which rows were dropped."""
-    shown = list(names[:MAX_NAMED_ROWS])
+def _log_dropped(names: Sequence[str], *, total: int, description: str) -> None:
+    """Log how many of `total` rows were dropped, and the names of the first ones.
+
+    `description` says which rows were dropped, such as "rows longer than 100 tokens".
+    """
+    shown_names = list(names[:MAX_NAMED_ROWS])
     if len(names) > MAX_NAMED_ROWS:
-        shown.append("...")
-    logger.warning("dropped %d of %d %s: %s", len(names), total, kind, ", ".join(shown))
+        shown_names.append("...")
+    logger.warning("dropped %d of %d %s: %s", len(names), total, description, ", ".join(shown_names))
 
 
 # ---- preference pairs ------------------------------------------------------------------------------------------------
 
 
 def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
-    """Turn a preference row into the columns that `CATTOTrainer` trains on."""
+    """Turn a preference row into the columns that `CATTOTrainer` trains on: token ids instead of texts."""
     chosen = row_ids(tokenizer, row.prompt, row.chosen[-1].content)
     rejected = row_ids(tokenizer, row.prompt, row.rejected[-1].content)
     return {
@@ -280,7 +315,7 @@ def preference_columns(tokenizer: Any, row: PreferenceRow) -> dict[str, Any]:
         "labels": list(row.labels),
         "gold": row.gold,
         "correctness_rate": row.correctness_rate,
-        "prompt_ids": chosen.prompt,
+        "prompt_ids": chosen.prompt,  # the rejected response has the same prompt
         "chosen_ids": chosen.completion,
         "rejected_ids": rejected.completion,
     }
@@ -293,53 +328,62 @@ def count_pair_tokens(columns: dict[str, Any]) -> int:
 
 
 def number_row(example: dict[str, Any], row: int, *, reference_settings: list[Any]) -> dict[str, Any]:
-    """Return the number of a row as a new column.
+    """Return the number of a row as the new column `row`, for `Dataset.map`.
 
-    `reference_settings` is not used here: these are settings on which the reference log-probabilities depend. TRL
-    caches them by the dataset's fingerprint, and all arguments of this function are part of the fingerprint.
+    `reference_settings` are the settings on which the reference log-probabilities depend. They are not used here, but
+    `Dataset.map` includes all arguments in the new fingerprint of the dataset, by which TRL caches the reference
+    log-probabilities. With other settings, TRL thus computes them again.
     """
     return {"row": row}
 
 
-# Example values, for error messages, of the columns that an objective may read in addition to TRL's.
-EXAMPLE_COLUMNS = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
+# The columns that an objective may read in addition to TRL's, with example values for error messages.
+EXAMPLE_COLUMNS: dict[str, Any] = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
 
 
 def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str) -> None:
-    """Raise ValueError if the dataset lacks columns. The error lists them and shows an example row.
+    """Check that a dataset has the required columns.
 
     Args:
         dataset: A dataset, streamed or not.
         needed: Names of the required columns, from `EXAMPLE_COLUMNS`.
         name: Name of the dataset, for the error.
         reader: The option that reads the columns, for the error.
+
+    Raises:
+        ValueError: Columns are missing. The error lists them and shows an example row.
     """
-    columns = dataset.column_names or list(next(iter(dataset)))  # a streamed dataset may not know its columns
+    columns = dataset.column_names
+    if not columns:  # a streamed dataset may not know its columns, so its first row is read
+        columns = list(next(iter(dataset)))
     missing = [column for column in needed if column not in columns]
     if not missing:
         return
-    listed = ", ".join(map(repr, missing))
-    example = {column: EXAMPLE_COLUMNS[column] for column in needed}
-    texts = {"prompt": "...", "chosen": "... <answer>B</answer>", "rejected": "... <answer>A</answer>"}
-    row = json.dumps(texts | example)
-    raise ValueError(f"the {name} dataset has no column {listed}, which {reader} reads. A row looks like {row}")
+    missing_names = ", ".join(map(repr, missing))
+    example_row = {"prompt": "...", "chosen": "... <answer>B</answer>", "rejected": "... <answer>A</answer>"}
+    for column in needed:
+        example_row[column] = EXAMPLE_COLUMNS[column]
+    row = json.dumps(example_row)
+    raise ValueError(f"the {name} dataset has no column {missing_names}, which {reader} reads. A row looks like {row}")
 
 
 def label_columns(example: dict[str, Any], tokenizer: Any, name: str, reads_rate: bool) -> dict[str, Any]:
     """Find the labels of a pair in its token ids.
 
     Args:
-        example: A row of the dataset.
+        example: A tokenized row of the dataset.
         tokenizer: The tokenizer of the model.
         name: Name of the dataset, for errors.
-        reads_rate: Whether the objective reads the correctness rate.
+        reads_rate: Whether the objective reads the row's `correctness_rate`.
 
     Returns:
-        New columns: `gold_index`, `rate` (0 if it is not read), and for each side the index of the label's token and
-        the candidate tokens there.
+        New columns: `gold_index`, the index of the gold label in `labels`; `rate`, the correctness rate, or 0 if the
+        objective does not read it; `chosen_label_at` and `rejected_label_at`, the index of the label's token in each
+        response; `chosen_candidates` and `rejected_candidates`, the tokens that all labels would have at that index.
 
     Raises:
-        ValueError: A label, the gold label or the rate is missing or cannot be read. The error names the row.
+        ValueError: The rate is not a number from 0 to 1, the labels are not a list, the gold label is not one of them,
+            or no label can be read from a response. The error names the row.
     """
     where = f"{name} dataset row {example['row']}"
     labels = example["labels"]
@@ -352,8 +396,8 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, reads_rate
         raise ValueError(f"{where}: gold {gold!r} is not one of {', '.join(labels)}")
     columns: dict[str, Any] = {"gold_index": labels.index(gold), "rate": correctness_rate}
     for side in ("chosen", "rejected"):
-        at, candidates = find_label(tokenizer, example[f"{side}_ids"], labels, f"{where}, {side}")
-        columns[f"{side}_label_at"] = at
+        label_at, candidates = find_label(tokenizer, example[f"{side}_ids"], labels, f"{where}, {side}")
+        columns[f"{side}_label_at"] = label_at
         columns[f"{side}_candidates"] = candidates
     return columns
 
@@ -366,45 +410,48 @@ def _read_correctness_rate(example: dict[str, Any], where: str) -> float:
 
 
 def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dict[str, Any]:
-    """Count the tokens of each response before its label, or all its tokens if it gives no answer.
+    """Count the reasoning tokens of each response of a pair: those before its label.
 
     Args:
-        example: A row of the dataset.
+        example: A tokenized row of the dataset.
         tokenizer: The tokenizer of the model.
         name: Name of the dataset, for errors.
 
     Returns:
-        New columns `chosen_reasoning` and `rejected_reasoning`.
+        New columns `chosen_reasoning` and `rejected_reasoning`, the number of reasoning tokens of each response. All
+        tokens of a response count as reasoning if it gives no answer.
 
     Raises:
-        ValueError: The labels are not a list, or the tokens of a response do not distinguish its label from another.
+        ValueError: The labels are not a list, or the label that a response gives begins with the same tokens as a
+            different label.
     """
     where = f"{name} dataset row {example['row']}"
     _check_label_list(example, where)
     columns = {}
     for side in ("chosen", "rejected"):
-        ids = example[f"{side}_ids"]
+        response_ids = example[f"{side}_ids"]
         try:
-            label_position = locate_label(tokenizer, ids, example["labels"])
+            label_position = locate_label(tokenizer, response_ids, example["labels"])
         except ValueError as error:
             raise ValueError(f"{where}, {side}: {error}") from None
-        ids_before_label = ids
-        if label_position is not None:
-            ids_before_label = label_position.ids
-        columns[f"{side}_reasoning"] = len(ids_before_label)
+        if label_position is None:  # the response gives no answer
+            reasoning_ids = response_ids
+        else:
+            reasoning_ids = label_position.ids  # the tokens before the label
+        columns[f"{side}_reasoning"] = len(reasoning_ids)
     return columns
 
 
-STREAM_SAMPLE = 64  # rows of a streamed dataset that are checked before training
+STREAM_SAMPLE = 64  # number of rows of a streamed dataset that `check_reasoning` reads
 
 
 class ReasoningCounts(NamedTuple):
-    """Counts of pairs.
+    """Counts of the pairs that `check_reasoning` has read.
 
     Attributes:
-        total: All pairs that were checked.
-        nothing_to_prefer: Pairs whose responses are identical up to their labels.
-        without_answer: Pairs in which at least one response gives no answer.
+        total: Number of pairs.
+        nothing_to_prefer: Number of pairs whose responses are identical up to their labels.
+        without_answer: Number of pairs in which at least one response gives no answer.
     """
 
     total: int
@@ -413,14 +460,15 @@ class ReasoningCounts(NamedTuple):
 
 
 def check_reasoning(dataset: Any, name: str) -> None:
-    """Refuse a dataset in which most pairs have nothing to prefer before their labels.
+    """Refuse a dataset in which most pairs give a preference loss on the reasoning nothing to prefer.
 
     A pair has nothing to prefer if its responses are identical up to their labels, for example if they consist of the
-    answer alone. Its loss is constant. If there are some such pairs, or pairs with a response that gives no answer,
-    their number is logged. In a streamed dataset, only the first rows are checked.
+    answer alone. Its loss is constant, so it trains nothing. A warning counts such pairs if they are not the majority,
+    and also pairs with a response that gives no answer.
 
     Args:
-        dataset: A dataset with the columns of `reasoning_columns`.
+        dataset: The tokenized pairs, with the columns that `reasoning_columns` adds. Of a streamed dataset, only the
+            first `STREAM_SAMPLE` rows are checked.
         name: Name of the dataset, for the log and errors.
 
     Raises:
@@ -445,6 +493,7 @@ def check_reasoning(dataset: Any, name: str) -> None:
 
 
 def _count_reasoning(rows: Iterable[dict[str, Any]]) -> ReasoningCounts:
+    """Count the pairs with nothing to prefer and those without an answer, see `ReasoningCounts`."""
     total = 0
     nothing_to_prefer = 0
     without_answer = 0
@@ -454,7 +503,7 @@ def _count_reasoning(rows: Iterable[dict[str, Any]]) -> ReasoningCounts:
         rejected_reasoning = row["rejected_ids"][: row["rejected_reasoning"]]
         if chosen_reasoning == rejected_reasoning:
             nothing_to_prefer += 1
-        # For a response without an answer, `reasoning_columns` counts all tokens.
+        # `reasoning_columns` counts all tokens of a response only if it gives no answer.
         chosen_has_no_answer = len(chosen_reasoning) == len(row["chosen_ids"])
         rejected_has_no_answer = len(rejected_reasoning) == len(row["rejected_ids"])
         if chosen_has_no_answer or rejected_has_no_answer:
@@ -475,9 +524,9 @@ class LengthFilter:
 
     Attributes:
         limit: Maximum number of tokens.
-        must_fit_untruncated: Whether a pair must fit untruncated, since truncation would lose the label. If not, TRL
-            truncates responses, and a pair is dropped only if its prompt leaves no room for them, as in TRL.
-        name: Name of the dataset, for the log.
+        must_fit_untruncated: True drops every pair that would be truncated, since truncation may remove the label.
+            False drops a pair only if its prompt leaves no room for a response, as in TRL.
+        name: Name of the dataset, for the log and errors.
         dropped: Number of pairs of a streamed dataset that have been dropped so far.
     """
 
@@ -494,23 +543,26 @@ class LengthFilter:
         return f"whose prompt alone fills {self.limit} tokens"
 
     def fits(self, example: dict[str, Any]) -> bool:
-        """Return whether the pair fits."""
+        """Return whether a pair is kept."""
         if self.must_fit_untruncated:
             return count_pair_tokens(example) <= self.limit
         return len(example["prompt_ids"]) < self.limit
 
     def __call__(self, example: dict[str, Any]) -> bool:
-        """Return whether a row of a streamed dataset fits, and count and log it if it does not."""
+        """Return whether a pair of a streamed dataset is kept. If not, count it, and log the count now and then."""
         if self.fits(example):
             return True
         self.dropped += 1
-        is_power_of_two = self.dropped & (self.dropped - 1) == 0
+        is_power_of_two = self.dropped.bit_count() == 1
         if is_power_of_two:
             logger.warning("dropped %d %s rows so far, %s", self.dropped, self.name, self.reason)
         return False
 
     def select_fitting(self, dataset: Any) -> Any:
-        """Return the dataset without the pairs that do not fit; raise ValueError if none fits."""
+        """Return the dataset without the pairs that are too long; raise ValueError if all are.
+
+        A streamed dataset is filtered while it is read later.
+        """
         if isinstance(dataset, Dataset):
             return self._select_rows(dataset)
         any_fits = any(map(self.fits, dataset))  # reads the stream only up to the first pair that fits
@@ -519,6 +571,7 @@ class LengthFilter:
         return dataset.filter(self)
 
     def _select_rows(self, dataset: Dataset) -> Dataset:
+        """Return a dataset that is not streamed without the pairs that are too long, and log which were dropped."""
         fitting = []
         dropped = []
         for number, example in enumerate(dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"])):
@@ -531,7 +584,7 @@ class LengthFilter:
         if not fitting:
             raise self._nothing_fits()
         names = [f"row {number}" for number in dropped]
-        _log_dropped(names, total=len(dataset), kind=f"{self.name} rows {self.reason}")
+        _log_dropped(names, total=len(dataset), description=f"{self.name} rows {self.reason}")
         return dataset.select(fitting)
 
     def _nothing_fits(self) -> ValueError:

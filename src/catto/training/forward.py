@@ -30,7 +30,8 @@ from catto.objectives.tiles import Precision
 from catto.training.batches import Batch, block_mask, dense_mask
 from catto.training.trl_compat import call_copied_forward
 
-# Attention implementations that accept our mask. FlashAttention accepts none, so rows are padded there.
+# Attention implementations that accept a mask of our own, as a dense tensor or as a `BlockMask`. FlashAttention accepts
+# neither, so rows are padded there.
 DENSE = ("sdpa", "eager")
 SPARSE = ("flex_attention", "catto")
 # Names under which architectures configure the factor of their logits.
@@ -58,9 +59,12 @@ def _unwrap_peft(model: Any) -> Any:
 
 
 def install_head(model: Any) -> None:
-    """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head.
+    """Let `model(catto_batch=..., catto_head=...)` run the backbone and our head instead of the model's forward.
 
-    This replaces the forward of the base model on this instance. Calling it again has no effect.
+    `catto_batch` is a `Batch`, and `catto_head` contains the arguments `extras` and `precision` of `run_head`, which
+    makes this call. Without `catto_batch`, the forward is unchanged.
+
+    The forward of the base model is replaced on this instance. Installing the head again has no effect.
 
     Args:
         model: A causal language model, or a PEFT model around one.
@@ -85,7 +89,7 @@ def install_head(model: Any) -> None:
             return type(self).forward(self, *args, **kwargs)
         if self is base:
             return original(*args, **kwargs)
-        # `self` is a copy of the model, which has copied this function too. `original` would run the first model.
+        # `self` is a deep copy of `base`, and this function was copied with it. `original` would run `base`.
         return call_copied_forward(original, self, *args, **kwargs)
 
     base.forward = types.MethodType(forward, base)
@@ -97,10 +101,10 @@ def _require_linear_head(base: Any) -> None:
     head = base.get_output_embeddings()
     if hasattr(head, "base_layer"):  # `token_stats` would ignore the adapter and read only the base weight
         raise ValueError("an adapter on the LM head is not supported: take it out of target_modules")
-    known = {id(weight) for weight in base.base_model.parameters()}
-    known.update(id(weight) for weight in head.parameters())
+    backbone_and_head = {id(weight) for weight in base.base_model.parameters()}
+    backbone_and_head.update(id(weight) for weight in head.parameters())
     for name, weight in base.named_parameters():
-        if id(weight) not in known:
+        if id(weight) not in backbone_and_head:
             raise ValueError(f"{type(base).__name__}: the head is more than one linear layer ({name}): not supported")
 
 
@@ -112,20 +116,22 @@ def run_head(
     Args:
         model: The model after `install_head`, with any wrappers that training has added.
         batch: The batch.
-        extras: Names of optional statistics, see `token_stats`.
-        precision: Precision of the head.
+        extras: Names of the optional statistics of `TokenStats` to compute.
+        precision: Precision of the head's matrix products, see `CATTOConfig.head_precision`.
         **more: Further keyword arguments of the model's forward.
 
     Returns:
         The statistics of the scored tokens, the label log-probabilities of the queries, and the load-balancing loss.
     """
-    # Padded rows are numbered from 0 by the model itself, and some models do not accept position ids.
-    has_own_positions = batch.shared or batch.packed
+    # In padded rows, the model itself numbers positions from 0, and some models do not accept position ids.
+    position_ids = None
+    if batch.shared or batch.packed:
+        position_ids = batch.position_ids
     with _keep_output_precision(model):
         outputs = model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids if has_own_positions else None,
+            position_ids=position_ids,
             catto_batch=batch,
             catto_head={"extras": extras, "precision": precision},
             **more,
@@ -140,7 +146,7 @@ def run_head(
 def _keep_output_precision(model: Any) -> Iterator[None]:
     """Keep FSDP2 from rounding the statistics.
 
-    Under mixed precision, Accelerate tells FSDP2 to return bf16 outputs. In bf16, values near -140 are integers.
+    Under mixed precision, Accelerate tells FSDP2 to return bf16 outputs. In bf16, numbers near -140 have no decimals.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -157,13 +163,22 @@ def _keep_output_precision(model: Any) -> Iterator[None]:
 def _run_backbone_and_head(
     model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """Run the backbone and our head inside the model's forward, for `run_head`.
+    """Run the backbone and our head. This is the model's forward in a call by `run_head`.
 
-    The fields of `TokenStats`, `labels` and `aux_loss` are returned in a plain dictionary, since wrappers of the model
-    look for tensors in its output.
+    Args:
+        model: The base model.
+        batch: The batch.
+        extras: Names of the optional statistics of `TokenStats` to compute.
+        precision: Precision of the head's matrix products.
+        attention_mask: 1 on tokens, 0 on padding, (G, S).
+        **kwargs: The other arguments of the call, for the backbone.
+
+    Returns:
+        The fields of `TokenStats`, `labels` and `aux_loss`, as in `ForwardOutput`. It is a plain dictionary, since
+        wrappers of the model such as DDP look for tensors in its output.
     """
     if batch.shared or batch.packed:  # several responses or sequences share a line and must not see each other
-        attention_mask = _make_block_mask(model, batch)
+        attention_mask = _make_attention_mask(model, batch)
     # PEFT adds `labels` and arguments that are None, which not every backbone accepts.
     backbone_options = {name: value for name, value in kwargs.items() if name != "labels" and value is not None}
     backbone_options["use_cache"] = False
@@ -173,7 +188,7 @@ def _run_backbone_and_head(
     if getattr(outputs, "router_logits", None) is not None:
         values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
 
-    # The loss is computed on the device of the batch. A device_map may have put the head on another one.
+    # The loss is computed on the device of the batch. A device_map may have put the head on a different one.
     loss_device = batch.input_ids.device
     for name, value in values.items():
         if value is not None:
@@ -184,36 +199,52 @@ def _run_backbone_and_head(
 def _compute_head_values(
     model: Any, hidden: Tensor, batch: Batch, *, extras: tuple[str, ...], precision: Precision
 ) -> dict[str, Tensor | None]:
-    """Return the fields of `TokenStats` for the scored tokens, and `labels`, the label log-probabilities."""
+    """Run the LM head at the positions where it is needed.
+
+    Args:
+        model: The model.
+        hidden: The last hidden states of the batch: G lines of S tokens, (G, S, H).
+        batch: The batch. Its `source` lists the positions that predict a scored token. Its `query_source` lists the
+            positions at which the log-probabilities of the answer labels are needed.
+        extras: Optional statistics; see `token_stats`.
+        precision: Precision of the head; see `token_stats`.
+
+    Returns:
+        The fields of `TokenStats` for the scored tokens. Under `labels`, the log-probabilities of the answer labels, or
+        None if there are no such positions.
+    """
     virtual_tokens = hidden.shape[1] - batch.input_ids.shape[1]  # prepended by prompt-learning adapters
 
     def gather_hidden(source: Tensor, device: torch.device) -> Tensor:
         """Return the hidden states at each (line, column) of `source` (N, 2), moved to the device: (N, H)."""
         line, column = source.to(hidden.device).unbind(-1)
-        rows: Tensor = hidden[line, column + virtual_tokens].to(device)
-        return rows
+        gathered: Tensor = hidden[line, column + virtual_tokens].to(device)
+        return gathered
 
     values: dict[str, Tensor | None] = {"labels": None}
     with whole_head(model) as head:
         head["precision"] = precision
-        head_device = head["weight"].device  # a device_map may put it on another device than the backbone
-        scored_hidden = gather_hidden(batch.source, head_device)
+        head_device = head["weight"].device  # a device_map may have put it on a different device than the backbone
+        predicting_hidden = gather_hidden(batch.source, head_device)
         targets = batch.targets.to(head_device)
-        stats = token_stats(scored_hidden, targets=targets, extras=extras, masked=False, **head)
+        # `masked=False`: prompts and padding were left out when the hidden states were gathered.
+        stats = token_stats(predicting_hidden, targets=targets, extras=extras, masked=False, **head)
         values.update(vars(stats))
         has_queries = len(batch.query_source) > 0
         if has_queries:
+            # `label_logprobs` reads one position of each sequence. Each query becomes a sequence of length one.
             query_hidden = gather_hidden(batch.query_source, head_device).unsqueeze(1)
             label_ids = batch.query_labels.to(head_device)
-            positions = torch.zeros_like(label_ids[:, 0])  # each query is passed as a sequence of one position
+            positions = torch.zeros_like(label_ids[:, 0])
             values["labels"] = label_logprobs(query_hidden, positions=positions, labels=label_ids, **head)
     return values
 
 
-def _make_block_mask(model: Any, batch: Batch) -> Any:
+def _make_attention_mask(model: Any, batch: Batch) -> Any:
     """Make the attention mask of shared or packed rows, in the form that the model's attention accepts."""
     if model.config._attn_implementation in SPARSE:
         return block_mask(batch)
+    # A dense mask is added to the attention scores, so it has their dtype.
     device_type = batch.input_ids.device.type
     dtype = model.dtype
     if torch.is_autocast_enabled(device_type):
@@ -222,9 +253,10 @@ def _make_block_mask(model: Any, batch: Batch) -> Any:
 
 
 def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> Tensor | None:
-    """Compute the load-balancing loss of a mixture of experts, equal to TRL's on padded rows; None without experts.
+    """Compute the load-balancing loss of a mixture of experts; None if the router's logits are not those of one.
 
-    A token counts as often as it occurs in the padded rows: a token of a shared prompt counts once per response.
+    The loss is equal to TRL's on padded rows. The weight of each token, `counts` (G, S), is the number of padded rows
+    that contain it: a token of a shared prompt counts once per response.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -239,19 +271,18 @@ def _compute_balancing_loss(model: Any, router_logits: Any, counts: Tensor) -> T
 def whole_head(model: Any) -> Iterator[dict[str, Any]]:
     """Yield the LM head as keyword arguments of `token_stats`: weight, bias, softcap and scale.
 
-    Weights that FSDP2 or tensor parallelism has split are gathered first. (`token_stats` itself gathers weights that
-    ZeRO-3 has partitioned.)
+    Weights that FSDP2 or tensor parallelism has split over the ranks are gathered first. (`token_stats` itself gathers
+    weights that ZeRO-3 has partitioned.)
 
-    FSDP2: The head's own forward is never called. If the head is a separate FSDP unit, FSDP's hooks therefore do not
-    run, and the head is unsharded here. FSDP then reduces its gradient, in the precision it is configured for. The
-    backward of `DTensor.full_tensor` would not reduce it over the ranks.
+    FSDP2 gathers the weights of a module before its forward. The forward of the head is never called, so a head that
+    is an FSDP module of its own is unsharded here. FSDP then reduces the gradient over the ranks, in the precision it
+    is configured for. `DTensor.full_tensor` would not be right, since its backward does not reduce the gradient.
 
-    Tensor parallelism: The weight is still a DTensor after that. `full_tensor` is right here, since every rank computes
-    the same gradient.
+    With tensor parallelism, `DTensor.full_tensor` is right, since every rank computes the same gradient.
     """
     layer: Any = model.get_output_embeddings()
-    is_sharded = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
-    if is_sharded:
+    is_sharded_by_fsdp = isinstance(layer.weight, DTensor) and isinstance(layer, FSDPModule)
+    if is_sharded_by_fsdp:
         layer.unshard()
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
@@ -261,18 +292,19 @@ def whole_head(model: Any) -> Iterator[dict[str, Any]]:
         "softcap": softcap,
         "scale": _find_logit_scale(config),
     }
-    if is_sharded and not torch.is_grad_enabled():  # with gradients, FSDP reshards it after the backward pass
+    if is_sharded_by_fsdp and not torch.is_grad_enabled():  # with gradients, FSDP reshards it after the backward pass
         layer.reshard()
 
 
 def _gather_tensor(tensor: Any) -> Any:
+    """Gather a tensor that is split over ranks; return any other value, such as None, unchanged."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
 
 
 def _find_logit_scale(config: Any) -> float:
-    """Return the factor of the logits; 1 if the configuration contains none."""
+    """Return the factor by which the logits are multiplied; 1 if the configuration contains none."""
     for name in SCALE_NAMES:
         factor = getattr(config, name, None)
         if factor is not None:
@@ -281,8 +313,8 @@ def _find_logit_scale(config: Any) -> float:
     if scaling is None:
         return 1.0
     if config.model_type == "hyperclovax":
-        return float(scaling)
-    return 1.0 / float(scaling)  # in all other architectures it is a divisor
+        return float(scaling)  # only in this architecture, `logits_scaling` is a factor and not a divisor
+    return 1.0 / float(scaling)
 
 
 # ---- attention with a mask of blocks ---------------------------------------------------------------------------------
@@ -293,7 +325,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if not isinstance(attention_mask, BlockMask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):  # before torch 2.13, autocast casts inputs of SDPA only
+    if torch.is_autocast_enabled(device_type):  # before torch 2.13, autocast casts the inputs of SDPA only
         dtype = torch.get_autocast_dtype(device_type)
         query = query.to(dtype)
         key = key.to(dtype)
@@ -306,9 +338,13 @@ AttentionMaskInterface.register("catto", sdpa_mask)
 
 
 def try_flex_attention(model: Any, device: torch.device) -> bool:
-    """Switch an SDPA model on CUDA to FlexAttention if possible; return whether the model uses FlexAttention.
+    """Switch a model from SDPA to FlexAttention if it can use it on this device.
 
-    FlexAttention skips blocks in which no token may attend to another. Batches without a block mask still use SDPA.
+    FlexAttention skips blocks in which no token may attend to another. After the switch, forward passes without a block
+    mask, such as those of generation, still use SDPA.
+
+    Returns:
+        Whether the model uses FlexAttention now.
     """
     base = _unwrap_peft(model)
     if base.config._attn_implementation == "sdpa" and _can_use_flex_attention(base, device):
@@ -317,6 +353,7 @@ def try_flex_attention(model: Any, device: torch.device) -> bool:
 
 
 def _can_use_flex_attention(base: Any, device: torch.device) -> bool:
+    """Return whether the model can use FlexAttention, which runs on CUDA only and has no dropout."""
     if device.type != "cuda" or not is_triton_available() or not base._supports_flex_attn:
         return False
     device_map = getattr(base, "hf_device_map", None) or {}
@@ -340,7 +377,8 @@ def sharing_obstacle(model: Any, args: Any = None) -> str | None:
     if other_types:
         return f"not all of its layers attend to the whole context ({', '.join(sorted(other_types))})"
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    uses_window = getattr(config, "use_sliding_window", True)  # architectures without this option always use the window
+    if window and uses_window:
         return f"its layers attend to a sliding window of {window} tokens, not to the whole context"
     if counts_padding(model):
         return "its layers depend on the layout of the sequence, not on position ids"

@@ -23,7 +23,7 @@ CITATION = textwrap.dedent("""\
 
 
 def describe_objective(config: CATTOConfig) -> TrainerCard:
-    """Return title, citations and tags for the model card. Without a calibration term they are TRL's own.
+    """Return title, citations and tags for the model card. If the calibration term has weight 0, they are TRL's own.
 
     CATTO's paper is cited if the term is the paper's or reads the paper's surrogate of correctness.
     """
@@ -39,5 +39,5 @@ def describe_objective(config: CATTOConfig) -> TrainerCard:
     if config.calibration not in ("outcome", "replay"):
         citation = f"{citation}\n\n{CITATION}"
         tags.append("catto")
-    # Without a paper id: with one, the card would link to one of the two papers only.
+    # No paper id is given, since it would make the card link to only one of the two papers.
     return TrainerCard(title=title, paper={"citation": citation}, tags=[*tags, "calibration"])

@@ -32,15 +32,15 @@ def word_tokenizer(texts: Iterable[str]) -> Any:
     words: set[str] = set()
     for text in texts:
         words.update(re.findall(PATTERN, text))
-    distinct = dict.fromkeys([*SPECIAL, *TAGS, *ROLES, *sorted(words)])
-    vocabulary = {word: token_id for token_id, word in enumerate(distinct)}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
-    inner.decoder = decoders.Fuse()
+    distinct_tokens = dict.fromkeys([*SPECIAL, *TAGS, *ROLES, *sorted(words)])  # a dict, to keep their order
+    vocabulary = {token: token_id for token_id, token in enumerate(distinct_tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
     # Added tokens are separated from the text before PATTERN splits it, and decoded unchanged.
-    inner.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
@@ -50,7 +50,7 @@ def word_tokenizer(texts: Iterable[str]) -> Any:
 
 
 def scratch_model(tokenizer: Any, settings: ScratchModel, seed: int) -> Any:
-    """Make a randomly initialised Qwen3 for the tokenizer's vocabulary."""
+    """Make a randomly initialised Qwen3 for the tokenizer's vocabulary. Torch's global random state is unchanged."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -20,11 +20,11 @@ from transformers import IntervalStrategy, Trainer, TrainerCallback
 from catto.engines.decoding import evaluation_mode
 from catto.metrics import errors
 from catto.training.batches import lay_out_rows
-from catto.training.checkpoints import KEEP
+from catto.training.checkpoints import GREATER_IS_BETTER
 from catto.training.examples import Example, label_queries
 from catto.training.forward import install_head, run_head
 
-MAX_UNREAD_LOSSES = 100  # if more are waiting, they are read at once, even if no log is due
+MAX_UNREAD_LOSSES = 100  # when so many losses are waiting, they are read, even if no log is due
 
 
 def compute_label_logprobs(
@@ -33,13 +33,14 @@ def compute_label_logprobs(
     """Compute the log-probability of every label at the position that predicts each example's label.
 
     Args:
-        model: A causal language model. `install_head` adds keyword arguments to its forward.
+        model: A causal language model. `install_head` is called on it.
         examples: N examples, at least one.
         pad: Token id used to pad the rows of a batch.
         batch_size: Number of examples per forward pass.
 
     Returns:
-        Log-probabilities (N, K) in the order of the examples; -inf if an example has fewer labels.
+        Log-probabilities (N, K) in the order of the examples, where K is the largest number of labels. The columns of
+        labels that an example does not have are -inf.
     """
     max_labels = max(len(example.label.candidates) for example in examples)
     logprobs = np.full((len(examples), max_labels), -np.inf)
@@ -49,34 +50,39 @@ def compute_label_logprobs(
         return len(example.row.prompt) + example.label.at
 
     # Examples of similar length share a batch, to avoid padding.
-    order = sorted(range(len(examples)), key=count_tokens)
+    indices_by_length = sorted(range(len(examples)), key=count_tokens)
     install_head(model)
     # Leave the inference mode of `evaluation_mode`: FSDP2 keeps the tensors into which it gathers weights, and training
     # cannot use tensors made in inference mode.
     with evaluation_mode(model), torch.inference_mode(False), torch.no_grad():
-        for start in range(0, len(order), batch_size):
-            indices = order[start : start + batch_size]
+        for start in range(0, len(examples), batch_size):
+            indices = indices_by_length[start : start + batch_size]
             batch_examples = [examples[index] for index in indices]
             rows = [example.before_label() for example in batch_examples]
-            batch = lay_out_rows(rows, label_queries(batch_examples), scored=0, pad=pad, shared=False)
-            labels = run_head(model, batch.to(model.device), precision="fp32").labels
-            if labels is not None:  # always true, since every example has a query
-                logprobs[indices, : labels.shape[1]] = labels.double().cpu().numpy()
+            batch = lay_out_rows(rows, label_queries(batch_examples), num_scored=0, pad=pad, shared=False)
+            batch_logprobs = run_head(model, batch.to(model.device), precision="fp32").labels
+            assert batch_logprobs is not None  # every example has a query
+            logprobs[indices, : batch_logprobs.shape[1]] = batch_logprobs.double().cpu().numpy()
     return logprobs
 
 
 def label_metrics(logprobs: NDArray[np.float64], gold: Sequence[int]) -> dict[str, float]:
-    """Compute the accuracy of the most probable label, ECE and Brier score of its raw probability, and the gold NLL.
+    """Compute the accuracy and the calibration of label probabilities.
+
+    Each example is answered with its most probable label. The confidence is the raw probability of that label.
 
     Args:
         logprobs: Log-probabilities of the labels (N, K).
         gold: Index of each example's right label.
 
+    Returns:
+        `val_accuracy`, `val_ece` and `val_brier` of the answers, their mean confidence `val_confidence`, and `val_nll`,
+        the mean negative log-probability of the right label.
+
     >>> label_metrics(np.log([[0.8, 0.1], [0.6, 0.3]]), [0, 1])["val_accuracy"]
     0.5
     """
-    gold_index = np.asarray(gold)
-    gold_logprob = logprobs[np.arange(len(gold_index)), gold_index]
+    gold_logprob = logprobs[np.arange(len(gold)), np.asarray(gold)]
     confidence, correct = choose_labels(logprobs, gold)
     return {
         "val_accuracy": errors.accuracy(confidence, correct),
@@ -91,7 +97,7 @@ class LabelAnswers(NamedTuple):
     """The most probable label of each of N examples.
 
     Attributes:
-        confidence: Its raw probability, (N,).
+        confidence: Its raw probability, not normalised over the labels, (N,).
         correct: Whether it is the right label, (N,).
     """
 
@@ -100,29 +106,40 @@ class LabelAnswers(NamedTuple):
 
 
 def choose_labels(logprobs: NDArray[np.float64], gold: Sequence[int]) -> LabelAnswers:
-    """Choose the most probable label of each example.
+    """Answer each example with its most probable label; of equally probable ones, with the first.
 
     Args:
         logprobs: Log-probabilities of the labels (N, K).
         gold: Index of each example's right label.
+
+    Returns:
+        The probability of each answer, and whether it is right.
     """
-    confidence = np.minimum(np.exp(logprobs.max(axis=1)), 1.0)
-    return LabelAnswers(confidence, logprobs.argmax(axis=1) == np.asarray(gold))
+    confidence = np.minimum(np.exp(logprobs.max(axis=1)), 1.0)  # rounding may give a probability above 1
+    is_right = logprobs.argmax(axis=1) == np.asarray(gold)
+    return LabelAnswers(confidence, is_right)
 
 
 class _UnreadLoss(NamedTuple):
-    """A loss that is still on the device, its step, and a function that names its rows."""
+    """A loss that is still on the device, its step, and a function that returns the names of its rows."""
 
     loss: Tensor
     step: int
-    rows: Callable[[], str]
+    name_rows: Callable[[], str]
+
+
+class _BestModelLoad(NamedTuple):
+    """The step after which the best model was loaded, and the earlier step that its weights are from."""
+
+    after_step: int
+    best_step: int
 
 
 class MonitoredTrainer(Trainer):  # type: ignore[misc]
     """Base class of the trainers. `evaluate` also measures label confidence on the `validation` examples.
 
-    The metrics are logged as `eval_val_accuracy` and so on, and Transformers can choose the best checkpoint by them. If
-    several steps are equally good, the latest one is kept.
+    The results of `label_metrics` are logged as `eval_val_accuracy` and so on, and Transformers can choose the best
+    checkpoint by them. If several steps are equally good, the latest one is kept.
 
     Attributes:
         validation: The held-out examples.
@@ -132,21 +149,34 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
     validation: Sequence[Example] = ()
     validation_answers: LabelAnswers | None = None
     _metrics_to_log: Sequence[tuple[str, float]] = ()  # metrics of the last evaluation, for the next call of `log`
-    _loaded: tuple[int, int] | None = None  # the last step, and the step whose weights were then loaded
+    _best_model_load: _BestModelLoad | None = None  # None if the best model has not been loaded
     _unread_losses: tuple[_UnreadLoss, ...] = ()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate on the dataset, if there is one, and measure calibration; both results are logged together."""
-        # Given several datasets, Transformers calls this method again for each of them: with the name of one of its own
-        # datasets, or with one of the datasets in a dictionary. Calibration is measured in only one of these calls.
+        """Evaluate on the dataset, if there is one, and measure calibration on the `validation` examples.
+
+        Both results are logged together.
+
+        Args:
+            eval_dataset: The dataset; None means the trainer's own.
+            ignore_keys: Outputs of the model that are not gathered, as in Transformers.
+            metric_key_prefix: What the names of the metrics begin with.
+
+        Returns:
+            The logged metrics.
+        """
+        # Transformers calls this method again for each of several datasets. If they are the trainer's own, these calls
+        # get their names, and the first call has already measured calibration. If the first call gets a dictionary of
+        # datasets, the calls for its datasets measure it.
         is_measured_in_another_call = isinstance(eval_dataset, str | dict)
         if self.validation and not is_measured_in_another_call:
             self._metrics_to_log = self._measure_labels(metric_key_prefix)
         has_dataset = eval_dataset is not None or self.eval_dataset is not None
-        if has_dataset or not self.validation:
+        if has_dataset or not self.validation:  # with neither, Transformers raises its usual error
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[no-any-return]
+        # Transformers cannot evaluate without a dataset, so log the metrics and notify the callbacks as it would.
         results: dict[str, float] = {}
         self.model.eval()  # TRL's `log` reads the mode to distinguish training from evaluation
         self.log(results)  # adds the metrics to `results`
@@ -169,7 +199,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         """
         is_best: bool = super()._determine_best_metric(metrics, trial)
         name = str(self.args.metric_for_best_model).removeprefix("eval_")
-        if is_best or name not in KEEP:
+        if is_best or name not in GREATER_IS_BETTER:
             return is_best
         is_tie = bool(metrics[f"eval_{name}"] == self.state.best_metric)
         if is_tie:
@@ -179,23 +209,27 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         """Load the best model as Transformers does, and remember its step for `kept_step`."""
         super()._load_best_model()
-        _, _, best_step = str(self.state.best_model_checkpoint).rpartition("-")
-        self._loaded = (self.state.global_step, int(best_step))
+        _, _, best_step = str(self.state.best_model_checkpoint).rpartition("-")  # its folder is named checkpoint-STEP
+        self._best_model_load = _BestModelLoad(after_step=self.state.global_step, best_step=int(best_step))
 
     @property
     def kept_step(self) -> int:
         """The training step that produced the current weights of the model."""
-        last: int = self.state.global_step
-        if self._loaded is None:
-            return last
-        last_when_loaded, loaded_step = self._loaded
-        has_trained_further = last_when_loaded != last
-        if has_trained_further:
-            return last
-        return loaded_step
+        last_step: int = self.state.global_step
+        load = self._best_model_load
+        if load is None:
+            return last_step
+        has_trained_since = load.after_step != last_step
+        if has_trained_since:
+            return last_step
+        return load.best_step
 
     def mean_over_processes(self, number: float, device: Any) -> float | Tensor:
-        """Return the mean of a number over all processes, as a tensor on the device if there are several processes."""
+        """Return the mean of a number over all processes.
+
+        A single process gets the number itself. Several processes get a tensor on the device, so that the host need not
+        wait for it.
+        """
         if self.accelerator.num_processes == 1:
             return number
         local = torch.full((1,), float(number), device=device)
@@ -204,22 +238,24 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
 
     # ---- losses that are not finite
 
-    def check_nan_later(self, loss: Tensor, rows: Callable[[], str]) -> None:
+    def check_nan_later(self, loss: Tensor, name_rows: Callable[[], str]) -> None:
         """Remember a loss, to stop training later if it is not finite.
 
-        Reading it at every step would make the host wait for the device. Losses are read together at the next log,
-        when Transformers reads its own sums, and before a checkpoint is written. During evaluation they are read now.
+        To read every loss at once would make the host wait for the device at every step. Instead, all remembered losses
+        are read together: at the next log, when Transformers waits anyway, before a checkpoint is written, and when
+        there are `MAX_UNREAD_LOSSES`. During evaluation, they are read immediately.
 
         Args:
             loss: The loss, a scalar.
-            rows: Returns the names of the rows that it was computed on, for the error.
+            name_rows: Returns the names of the rows that it was computed on, for the error.
 
         Raises:
             FloatingPointError: The losses were read, and one of them is not finite.
         """
-        unread = _UnreadLoss(loss.detach(), self.state.global_step, rows)
+        unread = _UnreadLoss(loss.detach(), self.state.global_step, name_rows)
         self._unread_losses = (*self._unread_losses, unread)
-        if not self.model.training or len(self._unread_losses) >= MAX_UNREAD_LOSSES:
+        is_evaluation = not self.model.training
+        if is_evaluation or len(self._unread_losses) >= MAX_UNREAD_LOSSES:
             self._stop_at_nan()
 
     def _stop_at_nan(self) -> None:
@@ -232,7 +268,7 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
         for value, unread in zip(values, unread_losses, strict=True):
             if not math.isfinite(value):
                 hint = f"the checkpoints in {self.args.output_dir} were written before"
-                raise FloatingPointError(f"loss is {value} at step {unread.step} on {unread.rows()}; {hint}")
+                raise FloatingPointError(f"loss is {value} at step {unread.step} on {unread.name_rows()}; {hint}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, together with the metrics of the last evaluation. Stop if a loss since the last log is not finite."""
@@ -253,9 +289,10 @@ class MonitoredTrainer(Trainer):  # type: ignore[misc]
 
 @contextmanager
 def allow_missing_dataset(args: Any, validation: Sequence[Example]) -> Iterator[None]:
-    """Allow a trainer to be built with `validation` as its only evaluation data.
+    """Allow a trainer to be constructed without an evaluation dataset if there are `validation` examples.
 
-    With evaluation turned on, Transformers requires an evaluation dataset in the constructor.
+    If evaluation is turned on in the arguments, the constructor of Transformers requires a dataset. Evaluation is
+    therefore turned off until the end of the block.
     """
     strategy = args.eval_strategy
     if validation:
@@ -267,7 +304,7 @@ def allow_missing_dataset(args: Any, validation: Sequence[Example]) -> Iterator[
 
 
 class EvaluateAtEnd(TrainerCallback):  # type: ignore[misc]
-    """Evaluates after the last step too, even if no evaluation is due: it may be the best step."""
+    """Evaluates after the last step, which may be the best one, even if the number of steps makes no evaluation due."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Request an evaluation after the last step."""

@@ -1,4 +1,8 @@
-"""Choose the sampled responses that each micro-batch scores or replays in addition to its preference pairs."""
+"""Choose the sampled responses that each micro-batch scores or replays in addition to its preference pairs.
+
+A micro-batch is what one process computes in one forward pass. A step consists of `gradient_accumulation_steps`
+micro-batches on each process.
+"""
 
 from __future__ import annotations
 
@@ -12,62 +16,73 @@ from catto.training.examples import Example, drop_too_long, with_targets
 
 
 class OutcomeStream:
-    """An endless stream of examples, in addition to the pairs. It is reshuffled for every pass over the examples.
+    """An endless stream of examples: one pass over the examples after another, each in a new random order.
 
-    The choice of examples depends only on the seed, the step and the position in the step. A killed run therefore
-    resumes with the same examples, regardless of gradient accumulation and the number of processes.
+    The examples of a step depend only on the seed and on the number of the step. A killed run therefore resumes with
+    the same examples, and a step has the same examples however its pairs are divided into micro-batches and processes.
     """
 
     def __init__(self, examples: Sequence[Example], config: CATTOConfig) -> None:
         self.examples = examples
-        self.per_pair = config.outcome_rows_per_pair
+        self.examples_per_pair = config.outcome_rows_per_pair
         self.seed = config.data_seed
         if self.seed is None:
             self.seed = config.seed
-        self._step = -1
-        self._micro_batch = 0
-        self._pass = -1
+        self._step = -1  # the step of the last call of `take_examples`
+        self._calls_in_step = 0  # number of its calls in this step before the last one
+        self._pass = -1  # the pass over the examples whose order is `_order`
         self._order = np.arange(0)
 
     def take_examples(self, trainer: Any, pairs: int) -> list[Example]:
-        """Return the examples for this process's next micro-batch of `pairs` pairs.
+        """Return the examples for the next micro-batch of this process.
 
-        The first call in a step belongs to its first micro-batch, the second call to the second, and so on.
+        The first call in a step is for its first micro-batch, the second call for its second, and so on.
+
+        Args:
+            trainer: The trainer, for its arguments and the number of the step.
+            pairs: Number of pairs in the micro-batch. The last one of an epoch may be smaller than the others.
+
+        Returns:
+            `outcome_rows_per_pair` examples for each pair.
         """
         args = trainer.args
         step = trainer.state.global_step
         is_same_step = step == self._step
         if is_same_step:
-            self._micro_batch += 1
+            self._calls_in_step += 1
         else:
-            self._micro_batch = 0
+            self._calls_in_step = 0
         self._step = step
-        micro_batch = step * args.gradient_accumulation_steps + self._micro_batch  # counted from the start of training
-        batch_of_process = micro_batch * args.world_size + args.process_index  # counted over all processes
-        examples_per_batch = args.per_device_train_batch_size * self.per_pair
-        start = batch_of_process * examples_per_batch
-        return [self.example_at(start + offset) for offset in range(pairs * self.per_pair)]
+        # All micro-batches, from the start of training and over all processes, are numbered one after another.
+        micro_batch_of_process = step * args.gradient_accumulation_steps + self._calls_in_step
+        micro_batch = micro_batch_of_process * args.world_size + args.process_index
+        examples_per_micro_batch = args.per_device_train_batch_size * self.examples_per_pair
+        start = micro_batch * examples_per_micro_batch
+        return [self.example_at(start + offset) for offset in range(pairs * self.examples_per_pair)]
 
     def example_at(self, position: int) -> Example:
         """Return the example at a position of the endless stream."""
-        number_of_pass, index_in_pass = divmod(position, len(self.examples))
-        if number_of_pass != self._pass:
-            generator = np.random.default_rng((self.seed, number_of_pass))
-            self._pass = number_of_pass
+        current_pass, index_in_pass = divmod(position, len(self.examples))
+        if current_pass != self._pass:
+            generator = np.random.default_rng((self.seed, current_pass))
+            self._pass = current_pass
             self._order = generator.permutation(len(self.examples))
         return self.examples[int(self._order[index_in_pass])]
 
 
 def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """Return a stream of the examples that are short enough; None without examples or if the term has weight 0.
+    """Return a stream of the examples that are not longer than `args.max_length`.
 
     Args:
-        examples: Responses for the calibration term, see `outcome_examples` of `CATTOTrainer`.
+        examples: Responses for the calibration term `outcome` or `replay`; may be empty.
         args: The configuration.
 
+    Returns:
+        The stream; None without examples, or if the calibration term has weight 0.
+
     Raises:
-        ValueError: The calibration term does not read examples, an option requires examples and there are none, the
-            configured target is missing, or all examples are too long.
+        ValueError: There are examples but the calibration term does not read any, or there are none but an option
+            requires them. `outcome_target` is votes or mix and an example has no target. All examples are too long.
     """
     if examples and args.calibration not in ("outcome", "replay"):
         expected = "expected 'outcome' or 'replay'"
@@ -89,7 +104,7 @@ def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream
 
 
 def _refuse_stream_options(args: CATTOConfig) -> None:
-    """Raise ValueError for options that have no effect or no meaning without outcome_examples."""
+    """Raise ValueError if an option is set that requires outcome_examples."""
     if args.calibration == "replay":
         raise ValueError("calibration is 'replay' but outcome_examples, the responses to replay, are not given")
     if args.outcome_rows_per_pair != CATTOConfig.outcome_rows_per_pair:

@@ -19,7 +19,15 @@ MAX_BATCH_TOKENS = 32_768
 
 
 class TokenizedPair(NamedTuple):
-    """The token ids of a pair, and the index of the label's token in each response; None if answers have no labels."""
+    """A preference pair as token ids.
+
+    Attributes:
+        question: Id of the question.
+        chosen: The prompt and the chosen response.
+        rejected: The prompt and the rejected response.
+        chosen_label_at: Index of the label's token in the chosen response; None if the question has no labels.
+        rejected_label_at: Index of the label's token in the rejected response; None if the question has no labels.
+    """
 
     question: str
     chosen: Row
@@ -35,14 +43,26 @@ class TokenizedPair(NamedTuple):
 
 
 class ReasoningLogprobs(NamedTuple):
-    """Sums of the log-probabilities of both responses' reasoning; None if it is the same, or there is no label."""
+    """Sums of the log-probabilities of both responses' reasoning, the tokens before the label.
+
+    Both are None if the responses have the same reasoning, or if their question has no labels.
+    """
 
     chosen: float | None
     rejected: float | None
 
 
 def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: int | None = None) -> list[TokenizedPair]:
-    """Tokenize pairs and find their labels. As in training, pairs longer than `max_length` tokens are left out.
+    """Tokenize pairs and find the labels of their responses.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        rows: The pairs.
+        max_length: Maximum number of tokens of the prompt and the longer response. Longer pairs are left out, as in
+            training. None keeps all.
+
+    Returns:
+        The pairs that are not left out, in the order of the rows.
 
     Raises:
         ValueError: A question has labels, but none can be read from a response to it.
@@ -52,17 +72,17 @@ def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: in
         columns = preference_columns(tokenizer, row)
         if max_length is not None and count_pair_tokens(columns) > max_length:
             continue
-        responses = {}
+        sequences = {}
         label_at: dict[str, int | None] = {"chosen": None, "rejected": None}
         for side in ("chosen", "rejected"):
-            where = f"question {row.question}, {side}"
-            responses[side] = Row(columns["prompt_ids"], columns[f"{side}_ids"])
+            sequences[side] = Row(columns["prompt_ids"], columns[f"{side}_ids"])
             if row.labels:
-                label_at[side], _ = find_label(tokenizer, responses[side].completion, row.labels, where)
+                where = f"question {row.question}, {side}"
+                label_at[side], _ = find_label(tokenizer, sequences[side].completion, row.labels, where)
         pair = TokenizedPair(
             question=row.question,
-            chosen=responses["chosen"],
-            rejected=responses["rejected"],
+            chosen=sequences["chosen"],
+            rejected=sequences["rejected"],
             chosen_label_at=label_at["chosen"],
             rejected_label_at=label_at["rejected"],
         )
@@ -78,16 +98,17 @@ def pair_logprobs(
     batch_size: int = 16,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[PairLogprobs]:
-    """Sum the log-probabilities of both responses of every pair. The logits are never kept in memory.
+    """Sum the log-probabilities of both responses of every pair.
+
+    The fused head computes them without the logits of all tokens, which would need much more memory.
 
     Args:
-        model: A causal language model. `install_head` adds keyword arguments to its forward. The model is left in
-            evaluation mode.
+        model: A causal language model. `install_head` is called on it, and it is left in evaluation mode.
         pairs: N tokenized pairs.
         pad: Token id used to pad the rows of a batch.
         batch_size: Maximum number of responses in a batch. There are fewer if they are long, but always at least one
             pair.
-        progress: Called with the number of finished pairs and the number of all pairs.
+        progress: Called after each batch with the number of finished pairs and the number of all pairs.
 
     Returns:
         N records, in the order of the pairs. Tokens are scored in float32 or better and summed in float64.
@@ -95,41 +116,39 @@ def pair_logprobs(
     install_head(model)
     model.eval()
     can_share_prompts = sharing_obstacle(model) is None
-    scored: dict[int, PairLogprobs] = {}
-    for numbers in _plan_batches(pairs, batch_size):
-        rows: list[Row] = []
-        for number in numbers:
-            rows += [pairs[number].chosen, pairs[number].rejected]
+    results: dict[int, PairLogprobs] = {}  # index of a pair -> its record
+    for indices in _plan_batches(pairs, batch_size):
+        rows: list[Row] = []  # chosen and rejected responses alternate
+        for index in indices:
+            rows += [pairs[index].chosen, pairs[index].rejected]
         logprobs = _score_tokens(model, rows, pad, share_prompts=can_share_prompts)
-        for index, number in enumerate(numbers):
-            chosen = logprobs[2 * index]
-            rejected = logprobs[2 * index + 1]
-            scored[number] = _sum_pair(pairs[number], chosen, rejected)
+        for index, chosen, rejected in zip(indices, logprobs[::2], logprobs[1::2], strict=True):
+            results[index] = _sum_pair(pairs[index], chosen, rejected)
         if progress is not None:
-            progress(len(scored), len(pairs))
-    return [scored[number] for number in range(len(pairs))]
+            progress(len(results), len(pairs))
+    return [results[index] for index in range(len(pairs))]
 
 
 def _plan_batches(pairs: Sequence[TokenizedPair], batch_size: int) -> Iterator[list[int]]:
     """Yield the indices of the pairs of each batch.
 
-    Pairs of similar length share a batch, to avoid padding. The longest come first, so that a lack of memory shows at
-    once.
+    Pairs of similar length share a batch, to avoid padding. The longest come first, so that a lack of memory shows in
+    the first batch.
     """
-    order = sorted(range(len(pairs)), key=lambda number: -pairs[number].tokens)
-    first = 0
-    while first < len(order):
-        longest = pairs[order[first]].tokens
+    longest_first = sorted(range(len(pairs)), key=lambda index: -pairs[index].tokens)
+    start = 0
+    while start < len(longest_first):
+        longest = pairs[longest_first[start]].tokens
         fitting_responses = min(batch_size, MAX_BATCH_TOKENS // longest)
         fitting_pairs = max(1, fitting_responses // 2)  # a pair is never split
-        yield order[first : first + fitting_pairs]
-        first += fitting_pairs
+        yield longest_first[start : start + fitting_pairs]
+        start += fitting_pairs
 
 
 @torch.no_grad()
 def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, share_prompts: bool) -> list[list[float]]:
     """Return the log-probability of every token of each row's completion."""
-    batch = lay_out_rows(rows, [], scored=len(rows), pad=pad, shared=share_prompts).to(model.device)
+    batch = lay_out_rows(rows, [], num_scored=len(rows), pad=pad, shared=share_prompts).to(model.device)
     all_logprobs = run_head(model, batch).stats.target.tolist()  # the tokens of the first row, then of the second, ...
     logprobs_by_row = []
     start = 0
@@ -140,7 +159,7 @@ def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, share_prompts: b
 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
-    """Sum the log-probabilities of each response after the common beginning of both, see `PairLogprobs`.
+    """Sum the log-probabilities of each response. The tokens that both responses begin with are left out.
 
     chosen, rejected: The log-probability of every token of the two responses.
     """
@@ -158,14 +177,18 @@ def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[f
 
 
 def _sum_reasoning(chosen: Sequence[float], rejected: Sequence[float], *, common: int) -> ReasoningLogprobs:
-    """Sum the log-probabilities of the reasoning of two responses after its common beginning; None if it is the same.
+    """Sum the log-probabilities of the reasoning of two responses. The tokens that both begin with are left out.
 
-    chosen, rejected: The log-probability of every token of the reasoning.
-    common: Number of first tokens that the two responses have in common. The reasoning may be shorter.
+    Args:
+        chosen: The log-probability of every token of the chosen response's reasoning.
+        rejected: The log-probability of every token of the rejected response's reasoning.
+        common: Number of tokens that both whole responses begin with. This may be more than the tokens of a reasoning.
+
+    Returns:
+        The two sums; None for both if the responses have the same reasoning.
     """
-    common_reasoning = min(common, len(chosen), len(rejected))
-    longer_reasoning = max(len(chosen), len(rejected))
-    is_same_reasoning = common_reasoning == longer_reasoning
+    common_in_reasoning = min(common, len(chosen), len(rejected))
+    is_same_reasoning = len(chosen) == len(rejected) == common_in_reasoning
     if is_same_reasoning:
         return ReasoningLogprobs(None, None)
-    return ReasoningLogprobs(sum(chosen[common_reasoning:]), sum(rejected[common_reasoning:]))
+    return ReasoningLogprobs(sum(chosen[common_in_reasoning:]), sum(rejected[common_in_reasoning:]))

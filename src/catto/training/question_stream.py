@@ -1,9 +1,9 @@
 """Sample the responses that the `outcome` term trains on: the start model's own, to questions with known answers.
 
-For each question, one response is trained on, up to its label. If samples vote, further samples show how often the
-start model gives each label. If the questions have no options, each answer is graded, and the model's judgement of its
-answer, P(True), is trained on. Everything is sampled once, before training, and stored. A later run with the same
-model, questions and settings reads the stored file.
+For each question, one response is trained on, up to its label. With `outcome_target` votes or mix, further responses
+are sampled, which show how often the start model gives each label. If the questions have no options, each answer is
+graded, and the model's judgement of its answer, P(True), is trained on. Everything is sampled once, before training,
+and stored. A later run with the same model, questions and settings reads the stored file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_TOKENS = 512  # the default of `catto.evaluate`
 
 
 class SamplingSettings(TypedDict):
-    """How the questions are asked: as in `catto.evaluate`, but at temperature 1."""
+    """How the questions are asked: the options of `catto.evaluate`, where `k` is the number of responses to each."""
 
     k: int
     temperature: float
@@ -55,6 +55,9 @@ def load_calibration_questions(source: Sequence[Question] | str) -> list[Questio
     Args:
         source: Questions, or the path of a file with questions: `catto.records.Question` records, or a table of
             multiple-choice questions whose fields have common names, such as `question`, `choices` and `answer`.
+
+    Returns:
+        The questions in their order, at least one.
 
     Raises:
         DataError: The file is missing or damaged, or the meaning of its fields is unclear.
@@ -95,12 +98,15 @@ def read_own_questions(file: str) -> list[Question]:
 
 
 def sampling_settings(config: CATTOConfig) -> SamplingSettings:
-    """Return how to sample the start model: several times per question if samples vote, otherwise once."""
+    """Return how to ask the start model: several times per question if its samples vote, otherwise once."""
     max_tokens = MAX_TOKENS
     if config.max_length is not None:
         max_tokens = min(MAX_TOKENS, config.max_length)
+    responses_per_question = 1
+    if config.outcome_target != "gold":
+        responses_per_question = config.outcome_samples
     return {
-        "k": 1 if config.outcome_target == "gold" else config.outcome_samples,
+        "k": responses_per_question,
         "temperature": 1.0,
         "seed": config.seed,
         "max_tokens": max_tokens,
@@ -127,8 +133,8 @@ def sample_stream(
 ) -> list[Example]:
     """Sample responses to the questions and prepare them for training.
 
-    For a question with options, the first response is trained on, and all k responses vote if k is above 1. Questions
-    without options are left to `sample_judgements`.
+    If the questions have options, the first response to each is trained on. If k is above 1, all k responses vote. If
+    the questions have no options, `sample_judgements` prepares judgements of their answers instead.
 
     Args:
         model: The start model, loaded.
@@ -136,12 +142,12 @@ def sample_stream(
         questions: Questions, all with options or all without.
         settings: How the questions are asked.
         folder: Where the responses are stored. Responses that are already stored there are reused.
-        max_length: Maximum number of tokens of prompt and response; longer reasoning is truncated.
+        max_length: Maximum number of tokens of prompt and response; longer reasoning is truncated. None is no limit.
         batch_size: Number of responses that are generated at once.
 
     Returns:
-        One example per question, in their order, with the shares of the votes as its target if there was a vote.
-        Questions whose prompt leaves no room for an answer are left out, and their number is logged.
+        One example per question, in the order of the questions. Its target is the share of votes for each label; None
+        without votes. Questions whose prompt leaves no room for an answer are left out, and their number is logged.
 
     Raises:
         ValueError: Only some of the questions have options.
@@ -155,7 +161,8 @@ def sample_stream(
     generations = generate(engine, questions, out=folder / "generations.jsonl", **settings)
     votes: dict[str, Counter[str]] = {}
     if settings["k"] > 1:
-        votes = count_votes(read(engine, questions, generations, **settings))
+        predictions = read(engine, questions, generations, **settings)
+        votes = count_votes(predictions)
     first_generations = {generation.question: generation for generation in generations if generation.sample == 0}
     examples = []
     for question in questions:
@@ -195,13 +202,14 @@ def sample_judgements(
         settings: How the questions are asked.
         folder: Where the responses are stored. Responses that are already stored there are reused.
         max_length: Maximum number of tokens of a judgement, with the question and the answer; longer ones are dropped.
+            None keeps all.
 
     Returns:
-        One example per question whose response contains an answer. Its labels are True and False, and its gold label
-        tells whether the answer is right.
+        One example per question whose response contains an answer. It asks whether the answer is right: its labels are
+        True and False, and its gold label is the grade of the answer.
 
     Raises:
-        ValueError: The settings ask for votes, or no response contains an answer.
+        ValueError: k is above 1, or no response contains an answer, or all judgements are too long.
     """
     if settings["k"] > 1:
         raise ValueError("outcome_target: votes need labels, and the calibration questions have no options")
@@ -214,7 +222,7 @@ def sample_judgements(
         seed=settings["seed"],
     )
     ask(questions, engine, sampling, folder)
-    # Grade the answers and write a judgement of each of them to outcome.jsonl, as a row to train on.
+    # This grades the answers. For each of them, it writes a row with its judgement to outcome.jsonl.
     write_rows(questions, sampling, folder / GENERATIONS, folder, ["outcome"])
     rows = list(read_records(folder / "outcome.jsonl", SftRow))
     if not rows:
@@ -237,8 +245,8 @@ def make_example(
         engine: The engine that sampled the response.
         question: The question.
         generation: The response. If it gives no answer, an answer tag is appended.
-        votes: Number of samples that gave each label; None without votes.
-        max_length: Maximum number of tokens of prompt and response.
+        votes: Number of samples that gave each label; None gives an example without a target.
+        max_length: Maximum number of tokens of prompt and response; None is no limit but the model's context.
 
     Returns:
         The example; None if there is no room for an answer.
@@ -249,30 +257,35 @@ def make_example(
     position = find_label_position(engine, question, generation, room)
     if position is None:
         return None
-    candidates = [position.paths[label][0] for label in question.labels]  # every path is a single token
+    candidates = [position.paths[label][0] for label in question.labels]  # each path is the single token of its label
     gold = question.labels.index(question.gold)
     target = None
     if votes is not None:
         total = sum(votes.values())
         target = tuple(votes[label] / total for label in question.labels)
-    completion = [*position.ids, candidates[gold]]  # the label's own token is a placeholder, which is never read
-    return Example(question.id, Row(prompt, completion), Label(len(position.ids), candidates, gold, target))
+    label = Label(at=len(position.ids), candidates=candidates, gold=gold, target=target)
+    # The row ends with a label. Any label would do, since the outcome term reads the row only up to it.
+    completion = [*position.ids, candidates[gold]]
+    return Example(question.id, Row(prompt, completion), label)
 
 
 def find_label_position(
     engine: TransformersEngine, question: Question, generation: ScoredGeneration, room: float
 ) -> LabelPosition | None:
-    """Find the position of a response's label. If it cannot be trained on, or there is none, close the response.
+    """Find a position at which a single token distinguishes each label from the others, as training requires.
+
+    Usually it is the position of the label that the response gives. If the response gives no label, or one that does
+    not fit in `room` or shares its token with a different label, the response is closed: an opening answer tag is
+    appended, and the position is the end. If necessary, the end of the reasoning is dropped first.
 
     Args:
         engine: The engine that sampled the response.
         question: The question.
         generation: The response.
-        room: Maximum number of tokens of the response up to its label.
+        room: Maximum number of tokens of the response up to its label; infinite if there is no limit.
 
     Returns:
-        A position at which a single token distinguishes each label from the others, as training requires. None if
-        there is no room for an answer.
+        The position; None if there is no room for an answer.
 
     Raises:
         ValueError: Labels begin with the same token even if the response is closed.
@@ -280,10 +293,9 @@ def find_label_position(
     ids = generation.token_ids or ()
     labels = question.labels
     texts = [option.text for option in question.options]
-    is_cut = generation.finish_reason == "length"
-    # In the form in which the model wrote its label, several labels may share a token. Then the response is closed.
-    with suppress(UnreadableLabelError):
-        position = locate_label(engine.tokenizer, ids, labels, texts, cut=is_cut)
+    reached_token_limit = generation.finish_reason == "length"
+    with suppress(UnreadableLabelError):  # the label may be written in a form in which labels share their tokens
+        position = locate_label(engine.tokenizer, ids, labels, texts, cut=reached_token_limit)
         if position is not None and position.needed_length <= room and has_single_tokens(position, labels):
             return position
     closed = close_token_ids(engine.tokenizer, ids, labels, room)

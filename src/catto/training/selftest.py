@@ -29,7 +29,7 @@ from catto.training.monitor import compute_label_logprobs
 from catto.training.trainer import CATTOTrainer
 
 Pair = Mapping[str, Sequence[int]]
-# Returns our values, and our gradient if the check has one.
+# Returns the values of our computation, and the gradient if the check compares gradients too.
 Computation = Callable[[], Sequence[Tensor]]
 
 
@@ -40,8 +40,8 @@ class CheckBounds(NamedTuple):
     gradient: float
 
 
-# In bf16 the head is compared with a reference on inputs that are rounded alike, so its values keep the fp32 bound. The
-# bounds of a bf16 step are three times the distances measured on a CPU.
+# Precision -> kind of check -> bounds. In bf16, the head's reference gets the same rounded inputs, so the values of the
+# head have the same bound as in fp32. The bounds of a bf16 step are three times the distances measured on a CPU.
 BOUNDS = {
     "fp32": {
         "head": CheckBounds(values=1e-4, gradient=1e-4),
@@ -54,8 +54,8 @@ BOUNDS = {
         "step": CheckBounds(values=0.1, gradient=0.1),
     },
 }
-LABEL_TOKENS = [8, 9, 10, 11]
 FIRST_WORD = 8  # lower token ids are special tokens
+LABEL_TOKENS = [8, 9, 10, 11]  # any four words
 TIMED_ROUNDS = 3
 # Kind of step -> whether prompts are shared; None means TRL's own step.
 STEP_KINDS = {"trl": None, "catto": False, "shared": True}
@@ -85,8 +85,13 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
         bf16: Whether to compute in bf16; None means the default of training on this device.
 
     Returns:
-        A dictionary with `ok`, `device`, `precision` and `attention`; `checks`, each with name, error, bound, ok and
-        problem; and the `milliseconds` of every kind of step, empty if a check failed.
+        A dictionary with the entries
+
+        - `ok`: Whether all checks passed.
+        - `device`, `precision` and `attention`: The device's name, fp32 or bf16, and the attention implementation.
+        - `checks`: A dictionary for each check with its `name`, `error` (the relative distance; None if there is none),
+          `bound`, `ok` and `problem` (None if the distance could be measured).
+        - `milliseconds`: Kind of step in `STEP_KINDS` -> median duration. Empty if a check failed.
     """
     use_cpu = not torch.accelerator.is_available()
     size = CPU_SIZE if use_cpu else ACCELERATOR_SIZE
@@ -106,20 +111,13 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
             use_cpu=use_cpu,
         )
         trainer = _make_trainer(policy, reference, config, pairs, tokenizer)
-
-        def compute_step(shares_prompts: bool) -> Sequence[Tensor]:
-            loss_and_gradient, _ = _run_step(trainer, shares_prompts)
-            return loss_and_gradient
-
         precision = "bf16" if config.bf16 else "fp32"
         bounds = BOUNDS[precision]
         checks = [
             *_check_head(size, config, generator, bounds["head"]),
             *_check_labels(trainer, policy, pairs, bounds["labels"]),
+            *_check_steps(trainer, policy, reference, pairs, bounds["step"]),
         ]
-        expected_step = _with_gradient(_reference_loss(policy, reference, pairs), policy.parameters())
-        checks += _compare("step", lambda: compute_step(shares_prompts=False), expected_step, bounds["step"])
-        checks += _compare("shared prompts", lambda: compute_step(shares_prompts=True), expected_step, bounds["step"])
         passed = all(check["ok"] for check in checks)
         milliseconds = _time_steps(trainer) if passed else {}
     device = config.device.type
@@ -136,10 +134,10 @@ def run_selftest(bf16: bool | None = None) -> dict[str, Any]:
 
 
 def _make_model(tokenizer: Any, size: ModelSize, seed: int) -> Any:
-    """Make a random model. Its weights are scaled up, so that its distributions are far from uniform."""
+    """Make a random model. Its matrices are scaled up, so that its distributions are far from uniform."""
     shape = ScratchModel(layers=size.layers, width=size.width, heads=size.width // 64, intermediate=2 * size.width)
     model = scratch_model(tokenizer, shape, seed)
-    scale = 90 / size.width**0.5
+    scale = 90 / size.width**0.5  # from a standard deviation of 0.02 to 1.8 / sqrt(width), so the width does not matter
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(scale)
@@ -173,10 +171,17 @@ def _draw_pairs(size: ModelSize, generator: torch.Generator) -> list[dict[str, l
 def _compare(
     name: str, compute_ours: Computation, expected: Sequence[Tensor], bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """Yield a check of our values and, if there is one, a check of our gradient, by their relative distance.
+    """Compare our computation with its reference, and yield the results of the checks.
 
-    compute_ours: If it raises an exception, the check has failed.
-    expected: The values and the gradient of the reference.
+    Args:
+        name: Name of the computation.
+        compute_ours: Returns our values, and our gradient if it is checked too. If it raises an exception, a single
+            failed check is yielded.
+        expected: The values, and the gradient if it is checked, of the reference.
+        bounds: The maximum relative distances.
+
+    Yields:
+        A check of the values and, if there is a gradient, a check of the gradient.
     """
     failed = {"name": name, "error": None, "bound": bounds.values, "ok": False, "problem": None}
     try:
@@ -185,11 +190,11 @@ def _compare(
         first_line = str(error).strip().partition("\n")[0]
         yield {**failed, "problem": f"{type(error).__name__}: {first_line}"}
         return
-    # Not strict: some checks have values only.
-    for part, our_part, expected_part in zip(CheckBounds._fields, ours, expected, strict=False):
-        bound = getattr(bounds, part)
-        distance = float((our_part - expected_part).norm() / expected_part.norm())
-        check = {**failed, "name": f"{name} {part}", "bound": bound, "ok": distance < bound}
+    # "values" and "gradient"; not strict, since some computations have no gradient.
+    for quantity, our_vector, expected_vector in zip(CheckBounds._fields, ours, expected, strict=False):
+        bound = getattr(bounds, quantity)
+        distance = float((our_vector - expected_vector).norm() / expected_vector.norm())
+        check = {**failed, "name": f"{name} {quantity}", "bound": bound, "ok": distance < bound}
         if math.isfinite(distance):
             check["error"] = distance
         else:
@@ -211,13 +216,13 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
 # ---- our computations, on the device ---------------------------------------------------------------------------------
 
 
-def _run_step(trainer: Any, shares_prompts: bool | None) -> tuple[list[Tensor], float]:
+def _run_step(trainer: Any, *, shares_prompts: bool | None) -> tuple[list[Tensor], float]:
     """Return the loss and the gradient of a step, and its duration in seconds.
 
     shares_prompts: Whether prompts are shared; None runs TRL's own step, without a calibration term.
     """
     trainer.args.prefix_sharing = bool(shares_prompts)
-    trainer._arrangement = None  # chosen anew at the next batch
+    trainer._layout_options = None  # makes the trainer read `prefix_sharing` again
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.model.train()
     start = time.perf_counter()
@@ -237,37 +242,52 @@ def _time_steps(trainer: Any) -> dict[str, float]:
     seconds: dict[str, list[float]] = {kind: [] for kind in STEP_KINDS}
     for _ in range(TIMED_ROUNDS):
         for kind, shares_prompts in STEP_KINDS.items():
-            _, step_seconds = _run_step(trainer, shares_prompts)
+            _, step_seconds = _run_step(trainer, shares_prompts=shares_prompts)
             seconds[kind].append(step_seconds)
     return {kind: round(1e3 * statistics.median(times), 1) for kind, times in seconds.items()}
 
 
 def _check_labels(trainer: Any, policy: Any, pairs: Sequence[Pair], bounds: CheckBounds) -> Iterator[dict[str, Any]]:
-    """Check the log-probabilities of the labels in the middle of the chosen responses."""
+    """Check the log-probabilities of label tokens. The labels are taken to be in the middle of the chosen responses."""
     middle = len(pairs[0]["chosen_ids"]) // 2
-    label = Label(middle, LABEL_TOKENS, 0)
+    label = Label(at=middle, candidates=LABEL_TOKENS, gold=0)
     examples = []
     expected = []
     for pair in pairs:
         row = Row(list(pair["prompt_ids"]), list(pair["chosen_ids"]))
-        examples.append(Example("", row, label))
+        examples.append(Example(question="", row=row, label=label))
         with torch.no_grad():
             logprobs = _token_logprobs(policy, pair["prompt_ids"], pair["chosen_ids"])
         expected.append(logprobs[middle, LABEL_TOKENS])
 
     def compute_ours() -> Sequence[Tensor]:
-        logprobs = compute_label_logprobs(trainer.model, examples, 0)
+        logprobs = compute_label_logprobs(trainer.model, examples, pad=0)
         return [_flatten([torch.from_numpy(logprobs)])]
 
     return _compare("labels", compute_ours, [_flatten(expected)], bounds)
 
 
+def _check_steps(
+    trainer: Any, policy: Any, reference: Any, pairs: Sequence[Pair], bounds: CheckBounds
+) -> Iterator[dict[str, Any]]:
+    """Check the loss and the gradient of a training step, without and with shared prompts."""
+    expected = _with_gradient(_reference_loss(policy, reference, pairs), policy.parameters())
+
+    def compute_step(shares_prompts: bool) -> Sequence[Tensor]:
+        loss_and_gradient, _ = _run_step(trainer, shares_prompts=shares_prompts)
+        return loss_and_gradient
+
+    yield from _compare("step", lambda: compute_step(shares_prompts=False), expected, bounds)
+    yield from _compare("shared prompts", lambda: compute_step(shares_prompts=True), expected, bounds)
+
+
 def _check_head(
     size: ModelSize, config: CATTOConfig, generator: torch.Generator, bounds: CheckBounds
 ) -> Iterator[dict[str, Any]]:
-    """Check the head's target and rival log-probabilities on random hidden states, in the precision of training.
+    """Check the head's log-probabilities on random hidden states, in the precision of training.
 
-    The reference is computed in float64 on the same inputs.
+    They are those of random target tokens and of their rivals, the most probable other tokens. The reference is
+    computed in float64 on the same inputs.
     """
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     tokens = size.pairs * size.response_tokens
@@ -293,7 +313,10 @@ def _check_head(
 
 
 def _target_and_rival(logprobs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of the targets and of their rivals, (T,) each. logprobs: (T, V), targets: (T,)."""
+    """Return the log-probabilities of the targets and of their rivals, (T,) each.
+
+    The rival of a target is the most probable other token. logprobs: (T, V), targets: (T,).
+    """
     column = targets.unsqueeze(-1)
     target = logprobs.gather(-1, column).squeeze(-1)
     rival = logprobs.scatter(-1, column, -torch.inf).amax(-1)
@@ -310,13 +333,14 @@ def _token_logprobs(model: Any, prompt: Sequence[int], completion: Sequence[int]
 def _reference_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tensor:
     """Return the mean over pairs of DPO's loss (beta 0.1) + 0.1 x CATTO's term.
 
-    The term is l(c, s) on the chosen response plus l(c, 1 - s) on the rejected one, each averaged over tokens, with
-    l(c, s) = s (1 - c) + (1 - s) c. The code uses l(c, 1 - s) = 1 - l(c, s).
+    The term is the mean of l(c, s) over the tokens of the chosen response plus the mean of l(c, 1 - s) over the tokens
+    of the rejected response, with l(c, s) = s (1 - c) + (1 - s) c. Here c is a token's confidence, and s is the
+    surrogate of its correctness, sigmoid(p_t - p_r).
     """
     losses = []
     for pair in pairs:
         log_ratios = []
-        terms = []
+        mean_losses = []  # mean of l(c, s) over the tokens of each response
         for side in ("chosen_ids", "rejected_ids"):
             tokens = torch.tensor(pair[side])
             log_t, log_r = _target_and_rival(_token_logprobs(policy, pair["prompt_ids"], pair[side]), tokens)
@@ -328,8 +352,10 @@ def _reference_loss(policy: Any, reference: Any, pairs: Sequence[Pair]) -> Tenso
             c = torch.maximum(p_t, p_r)
             s = (p_t - p_r).sigmoid()
             log_ratios.append((log_t - reference_log_t).sum())
-            terms.append((s * (1 - c) + (1 - s) * c).mean())
-        preference_loss = -logsigmoid(0.1 * (log_ratios[0] - log_ratios[1]))
-        term = terms[0] + 1 - terms[1]
+            mean_losses.append((s * (1 - c) + (1 - s) * c).mean())
+        chosen_ratio, rejected_ratio = log_ratios
+        preference_loss = -logsigmoid(0.1 * (chosen_ratio - rejected_ratio))
+        chosen_term, rejected_loss = mean_losses
+        term = chosen_term + 1 - rejected_loss  # l(c, 1 - s) = 1 - l(c, s)
         losses.append(preference_loss + 0.1 * term)
     return torch.stack(losses).mean()

@@ -1,7 +1,7 @@
 """Supervised training on correct traces: SFT with or without label smoothing, CFT and RCFT.
 
-The loss is the mean over all tokens of the global batch, independent of gradient accumulation: Transformers counts the
-tokens of all micro-batches before each step. RCFT's term is a mean over samples.
+The loss is the mean over all tokens of a step, independent of gradient accumulation and the number of processes.
+Transformers counts the tokens of all micro-batches before each step. RCFT's term is the mean over the step's samples.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from catto.training.monitor import EvaluateAtEnd, MonitoredTrainer, allow_missin
 
 logger = logging.getLogger(__name__)
 RCFT_BINS = 10
-# Takes the model and returns the confidence (label-restricted) and the correctness of its own greedy answers to
-# held-out questions. A confidence that cannot be read is None; such answers are counted and left out of the bins.
-Answers = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
+# Takes the model, and returns the confidence and the correctness of its own greedy answers to held-out questions. The
+# confidence is the probability of the answer's label, normalised over the labels; None if it cannot be read.
+AnswerFunction = Callable[[Any], tuple[Sequence[float | None], Sequence[bool]]]
 
 
 def collate_examples(examples: Sequence[TokenizedRow], pad: int, *, reads_labels: bool, packed: bool) -> dict[str, Any]:
@@ -41,10 +41,11 @@ def collate_examples(examples: Sequence[TokenizedRow], pad: int, *, reads_labels
         examples: The rows to train on.
         pad: Token id used for padding.
         reads_labels: Whether to compute the label probabilities of the rows that are `Example`s.
-        packed: Whether to pack rows into one line.
+        packed: Whether to pack rows into one line, in which rows with the same prompt share it.
 
     Returns:
-        `batch`, `names` of the questions, and the targets twice, by which Transformers counts the tokens of a step.
+        `batch`, the `Batch`; `names`, the ids of the questions; and the batch's targets as `labels` and `shift_labels`,
+        by which Transformers counts the tokens of a step.
     """
     queries = []
     if reads_labels:
@@ -52,7 +53,8 @@ def collate_examples(examples: Sequence[TokenizedRow], pad: int, *, reads_labels
     rows = [example.row for example in examples]
     batch = lay_out_rows(rows, queries, len(rows), pad, shared=packed, packed=packed)
     names = [example.question for example in examples]
-    # Transformers does not count the first of `labels`, but it prefers to count `shift_labels`.
+    # Transformers counts tokens only if there are `labels`. It does not count the first of them, so it is also given
+    # `shift_labels`, which it then counts instead.
     return {"batch": batch, "labels": batch.targets, "shift_labels": batch.targets, "names": names}
 
 
@@ -84,11 +86,13 @@ class SupervisedTrainer(MonitoredTrainer):
         processing_class: The tokenizer.
         validation: Examples on which `evaluate` measures label confidence, see `MonitoredTrainer`.
         epsilon: Label smoothing, in [0, 1].
-        bins: The accuracies that RCFT's term compares with; None for training without the term.
+        bins: The estimates of accuracy that RCFT's term compares confidence with; None trains without the term.
         rcft_weight: Weight of RCFT's term.
     """
 
-    loss_is_scaled_for_ga = True  # Transformers must not divide the loss by the accumulation steps
+    # The loss of a micro-batch is already divided by the tokens of the whole step. Transformers must not also divide it
+    # by the number of accumulation steps.
+    loss_is_scaled_for_ga = True
 
     def __init__(
         self,
@@ -133,21 +137,28 @@ class SupervisedTrainer(MonitoredTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the mean over the step's tokens, plus RCFT's mean over the step's samples."""
+        """Compute this micro-batch's part of the loss of the step.
+
+        The loss of the step is the mean over its tokens, plus RCFT's term, the weighted mean over its samples.
+
+        Args:
+            model: The model, as training has wrapped it.
+            inputs: The batch of `collate_examples`.
+            return_outputs: Whether to return the output of the head too.
+            num_items_in_batch: Number of tokens of the step, counted by Transformers; None outside of training.
+
+        Returns:
+            The loss, or the loss and a `ForwardOutput`.
+        """
         batch: Batch = inputs["batch"].to(self.args.device)
         extras: tuple[str, ...] = ()
         if self.epsilon:
             extras = ("mean_logit",)
         output = forward.run_head(model, batch, extras)
-        # Gradients are averaged over processes later, so the divisor is the number of tokens per process.
-        tokens = max(len(batch.targets), 1)
-        if num_items_in_batch is not None:  # the tokens of the step, counted in one or in all processes
-            counted_processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-            tokens = num_items_in_batch / counted_processes
-        loss = smoothed_nll(output.stats, self.epsilon).sum() / tokens
+        loss = smoothed_nll(output.stats, self.epsilon).sum() / self._tokens_per_process(batch, num_items_in_batch)
         if self.bins is not None and output.labels is not None:
             samples_per_process = self._step_samples
-            if samples_per_process is None:  # no training step has counted them
+            if samples_per_process is None:  # there was no training step yet
                 samples_per_process = len(batch.query_source)
             bin_accuracy = self.bins.to_tensor(like=loss)
             rcft_sum = rcft_loss(output.labels, bin_accuracy).sum()
@@ -161,18 +172,31 @@ class SupervisedTrainer(MonitoredTrainer):
             return loss, output
         return loss
 
+    def _tokens_per_process(self, batch: Batch, num_items_in_batch: Any) -> Any:
+        """Return the number of tokens of the step per process; outside of training, of the batch.
+
+        The losses of the processes are divided by this number and not by the tokens of all processes, since gradients
+        are averaged over the processes later.
+        """
+        if num_items_in_batch is None:
+            return max(len(batch.targets), 1)
+        if self.args.average_tokens_across_devices:  # Transformers has counted the tokens of all processes
+            return num_items_in_batch / self.accelerator.num_processes
+        return num_items_in_batch
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return the micro-batches of a step, and count their samples as Transformers counts their tokens."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        """Return the micro-batches of a step and the number of their tokens, and count their samples."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         samples = sum(len(batch["names"]) for batch in batches)
         self._step_samples = self.mean_over_processes(samples, device)
-        return batches, items
+        return batches, tokens
 
 
 def _choose_packing(model: Any, args: SupervisedConfig) -> bool:
-    """Return whether to pack rows: as `args.padding_free` says, or by default if the model uses FlexAttention.
+    """Return whether to pack rows, and switch the model to FlexAttention if it can use it.
 
-    Rows are never packed if the model cannot keep packed rows apart. In that case its attention is left unchanged.
+    Rows are packed if `args.padding_free` is True, or if it is None and the model uses FlexAttention. A model that
+    cannot keep packed rows apart is left unchanged, and its rows are not packed.
     """
     obstacle = forward.sharing_obstacle(model, args)
     if obstacle is not None:
@@ -188,12 +212,16 @@ def _choose_packing(model: Any, args: SupervisedConfig) -> bool:
 class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
     """RCFT's E-step: the accuracy of every confidence bin, estimated at the start of every epoch.
 
-    The estimate uses the model's own greedy answers to held-out questions, since after gold reasoning every bin would
-    look accurate. It is part of the checkpoint, so that a run killed within an epoch resumes with the same estimate.
+    The estimate uses the model's own greedy answers to held-out questions. After gold reasoning, answers would be right
+    in every bin. The estimate is part of the checkpoint, so that a run killed within an epoch resumes with it.
+
+    Args:
+        answer_questions: Returns the confidence and the correctness of the model's answers. Answers without a
+            confidence are left out of the bins, and their number is logged.
     """
 
-    def __init__(self, answers: Answers) -> None:
-        self.answers = answers
+    def __init__(self, answer_questions: AnswerFunction) -> None:
+        self.answer_questions = answer_questions
         self.accuracy: list[float | None] | None = None  # one per bin, None in a bin without answers
         self.epoch = -1  # the epoch of the estimate
 
@@ -208,7 +236,7 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Estimate the accuracies, unless this epoch's estimate was restored from the checkpoint."""
-        epoch = int(state.epoch or 0)
+        epoch = int(state.epoch or 0)  # it is None before the first epoch
         if epoch == self.epoch:
             return
         self.accuracy = self._estimate_accuracy(model)
@@ -220,7 +248,7 @@ class RcftBins(TrainerCallback, ExportableState):  # type: ignore[misc]
 
         Raises ValueError if no answer has a confidence.
         """
-        all_confidences, all_correct = self.answers(model)
+        all_confidences, all_correct = self.answer_questions(model)
         confidence = []
         correct = []
         for answer_confidence, is_correct in zip(all_confidences, all_correct, strict=True):

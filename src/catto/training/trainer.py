@@ -2,8 +2,8 @@
 
 With calibration none or weight 0, and without prefix sharing, packing or a preference loss on the reasoning only, TRL's
 own code runs and the loss is bit-identical to TRL's. Otherwise TRL's loss receives a `Policy` in place of the model. It
-runs our head once and returns the fields that TRL reads. The term is then added to TRL's loss. TRL's private parts are
-only used in `trl_compat`.
+runs the model once with our head and returns the output that TRL reads. The term is then added to TRL's loss. TRL's
+private parts are only used in `trl_compat`.
 """
 
 from __future__ import annotations
@@ -65,10 +65,16 @@ logger = logging.getLogger(__name__)
 
 
 class Policy:
-    """Replaces the model in TRL's loss: runs the model once with our head, and keeps the statistics.
+    """Replaces the model in TRL's loss: runs the model once with our head, and keeps the statistics for our term.
+
+    Args:
+        model: The policy, as training has wrapped it.
+        batch: The rows of the B pairs, followed by the responses that the calibration term reads in addition.
+        precision: Precision of the head's matrix products.
+        extras: Names of the optional statistics of `TokenStats` to compute.
 
     Attributes:
-        stats: Statistics of the pairs, (2 B, L - 1) each, in TRL's shifted layout.
+        stats: Statistics of the pairs' tokens, (2 B, L - 1) each, like TRL's tensors without the first token of a row.
         label_logprobs: Log-probabilities of the labels of the batch's queries, (M, K); None without queries.
         replayed: log p_t of the tokens of each replayed response, (T_i,) each.
     """
@@ -106,10 +112,11 @@ class Policy:
         pair_tokens = sum(batch.lengths[:pair_responses])
         self.replayed = torch.split(output.stats.target[pair_tokens:], batch.lengths[pair_responses:])
 
+        # Put the values of the pairs' tokens where TRL's tensors have these tokens; all other values are 0.
         mask = labels[:, 1:] != -100
-        zeros = output.stats.target.new_zeros(mask.shape)  # one number per token of TRL's tensors
-        place = batch.place[:pair_tokens].unbind(-1)
-        self.stats = output.stats[:pair_tokens].map(lambda values: zeros.index_put(place, values))
+        zeros = output.stats.target.new_zeros(mask.shape)
+        row_and_column = batch.trl_index[:pair_tokens].unbind(-1)
+        self.stats = output.stats[:pair_tokens].map(lambda values: zeros.index_put(row_and_column, values))
         return make_fused_output(self.stats, mask, output.aux_loss)
 
 
@@ -123,8 +130,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         *more: Further positional arguments of `DPOTrainer`.
         outcome_examples: Responses from `catto.training.examples.make_examples`, right or wrong. With
             `calibration="outcome"` the term scores their labels, with `calibration="replay"` it is their cross-entropy.
-            If they are not given, `outcome` scores the labels of the pairs, or of the responses that the trainer
-            samples to `CATTOConfig.calibration_questions`.
+            If they are not given, `outcome` scores the labels of the responses that the trainer samples to
+            `CATTOConfig.calibration_questions`, or without such questions, the labels of the pairs.
         validation: Examples on which `evaluate` measures label confidence, see `MonitoredTrainer`.
         **kwargs: Further arguments of `DPOTrainer`, such as `train_dataset` and `processing_class`.
 
@@ -160,10 +167,10 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             _refuse_empty(argument)
 
         # TRL's constructor prepares the data and may compute reference log-probabilities. Both need these attributes.
-        self._arrangement: dict[str, bool] | None = None  # chosen at the first batch
+        self._layout_options: dict[str, bool] | None = None  # chosen at the first batch
         self._padding_free = args.padding_free  # hidden in `args` while TRL's constructor runs
         self._step_pairs: float | Tensor | None = None  # pairs of the current step, averaged over processes
-        self._collated_mask: tuple[Tensor, int] | None = None  # the mask and its version, see `notice_inputs`
+        self._collated_mask: tuple[Tensor, int] | None = None  # completion mask and its version, see `notice_inputs`
         self._stream: OutcomeStream | None = None
         if args.calibration_questions is None:
             self._stream = make_stream(outcome_examples, args)
@@ -173,7 +180,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         self.validation = validation
         self.set_card(describe_objective(args))
         has_eval_dataset = kwargs.get("eval_dataset") is not None
-        only_evaluation_data = () if has_eval_dataset else validation  # what `evaluate` reads if there is no dataset
+        only_evaluation_data = () if has_eval_dataset else validation
         with hide_padding_free(args), allow_missing_dataset(args, only_evaluation_data):
             super().__init__(model, ref_model, args, *more, **kwargs)
 
@@ -191,6 +198,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 
     @property
     def _uses_own_head(self) -> bool:
+        """Whether TRL's loss receives a `Policy`; otherwise TRL's own code runs."""
         args = self.args
         return bool(args.weight or args.prefix_sharing or self._padding_free or self._reads_reasoning)
 
@@ -199,37 +207,42 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         """Whether the preference loss reads only the tokens before the label."""
         return bool(self.args.preference_tokens == "reasoning")
 
-    def arrangement(self) -> dict[str, bool]:
-        """Return the layout of batches: `shared` and `packed`, as configured if policy and reference support it."""
-        if self._arrangement is None:
-            self._arrangement = self._choose_arrangement()
-        return self._arrangement
+    def layout_options(self) -> dict[str, bool]:
+        """Return the options `shared` and `packed` of `lay_out_rows` for all batches.
 
-    def _choose_arrangement(self) -> dict[str, bool]:
+        `shared` is `args.prefix_sharing`. `packed` is `args.padding_free`; if that is None, rows are packed if the
+        policy and the reference use FlexAttention. Both are False if one of the models does not support them.
+        """
+        if self._layout_options is None:
+            self._layout_options = self._choose_layout_options()
+        return self._layout_options
+
+    def _choose_layout_options(self) -> dict[str, bool]:
         models = []
         for model in (self.model, self.ref_model):
             if model is not None:
                 models.append(self.accelerator.unwrap_model(model))
-        shared = self.args.prefix_sharing
-        obstacles = [forward.sharing_obstacle(model, self.args) for model in models]
-        known_obstacles = [obstacle for obstacle in obstacles if obstacle is not None]
-        if known_obstacles:
-            if shared:
-                logger.warning("prefix_sharing is off: %s", known_obstacles[0])
-            if self._padding_free:
-                logger.warning("padding_free is off: %s", known_obstacles[0])
+        results = [forward.sharing_obstacle(model, self.args) for model in models]
+        obstacles = [obstacle for obstacle in results if obstacle is not None]
+        # Even with an obstacle, this may switch models to FlexAttention. Without a block mask they still use SDPA.
         packed = all(forward.try_flex_attention(model, self.args.device) for model in models)
         if self._padding_free is not None:
             packed = self._padding_free
-        if known_obstacles:
-            shared = False
-            packed = False
-        return {"shared": shared, "packed": packed}
+        if not obstacles:
+            return {"shared": self.args.prefix_sharing, "packed": packed}
+        if self.args.prefix_sharing:
+            logger.warning("prefix_sharing is off: %s", obstacles[0])
+        if self._padding_free:
+            logger.warning("padding_free is off: %s", obstacles[0])
+        return {"shared": False, "packed": False}
 
     # ---- data
 
     def _sample_examples(self) -> list[Example]:
-        """Sample the start model's responses to `calibration_questions`. Rank 0 samples; the others read its file."""
+        """Sample the start model's responses to `calibration_questions`. Rank 0 samples; the other ranks read its file.
+
+        Raises ValueError with DeepSpeed ZeRO-3.
+        """
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 "responses to calibration_questions cannot be sampled with ZeRO-3, which partitions the weights: "
@@ -238,7 +251,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         tokenizer: Any = getattr(self.processing_class, "tokenizer", self.processing_class)  # it may be a processor
         questions = load_calibration_questions(self.args.calibration_questions)
         settings = sampling_settings(self.args)
-        # The folder's name depends on the weights, which other ranks may not have loaded, so rank 0 broadcasts it.
+        # The folder is named by a hash of the weights. Other ranks may not have loaded them, so rank 0 broadcasts it.
         folder_name = [""]
         if self.accelerator.is_main_process:
             folder_name = [cache_key(questions, tokenizer, settings, hash_weights(self.model))]
@@ -258,17 +271,21 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         """Replace TRL's collator by a `PairCollator`, which also lays out our batch if possible.
 
         A user's own collator is kept. If it is derived from `PairCollator`, its `reads_reasoning` is set.
+
+        Args:
+            dataset: The dataset that the next data loader reads.
         """
         if isinstance(self.data_collator, PairCollator):
             self.data_collator.reads_reasoning = self._reads_reasoning
         is_users_own = type(self.data_collator) not in (DataCollatorForPreference, PairCollator)
         if is_users_own:
             return
-        # When Accelerate dispatches batches, it concatenates and slices them by rows, which a layout does not allow.
+        # The batches of a streamed dataset are dispatched: rank 0 collates them, and each rank gets some of their rows.
+        # A layout cannot be divided into rows, so the training step makes it.
         is_dispatched = self.accelerator.dispatch_batches or not isinstance(dataset, Dataset)
         layout = None
         if self._uses_own_head and not is_dispatched:
-            layout = self.arrangement()
+            layout = self.layout_options()
         options = dict(vars(self.data_collator))
         options["layout"] = layout
         options["reads_reasoning"] = self._reads_reasoning
@@ -277,8 +294,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def prepare_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         """Tokenize the pairs, add the columns that the losses read, and drop pairs that are too long.
 
-        The pairs that TRL would drop are dropped. If the preference loss or the calibration term reads the label of a
-        pair, pairs that would be truncated are dropped too.
+        As in TRL, pairs are dropped whose prompt leaves no room for a response. If the preference loss or the
+        calibration term reads the labels of the pairs, all pairs that would be truncated are dropped.
 
         Args:
             dataset: The pairs. They are tokenized as in TRL, unless they have a column `prompt_ids`.
@@ -288,6 +305,10 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 
         Returns:
             The prepared dataset.
+
+        Raises:
+            ValueError: The dataset is empty, columns are missing, a label cannot be read, all pairs are too long, or
+                `check_reasoning` refuses the dataset.
         """
         _refuse_empty(dataset)
         dataset = self._tokenize_pairs(dataset, processing_class, args, name)
@@ -316,7 +337,8 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return dataset.map(label_columns, fn_kwargs=options)
 
     def _tokenize_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
-        columns = dataset.column_names or ()
+        """Tokenize the pairs as TRL does, unless they have a column `prompt_ids`; drop no pair."""
+        columns = dataset.column_names or ()  # empty if a streamed dataset does not know its columns
         if "prompt_ids" in columns:
             return dataset
         for column in ("chosen", "rejected"):
@@ -329,37 +351,40 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def _term_reads_labels(self, args: CATTOConfig) -> bool:
         """Return whether the calibration term reads the labels of the pairs."""
         has_stream = self._stream is not None or args.calibration_questions is not None
-        scores_pairs = args.calibration == "outcome" and not has_stream
-        return bool(args.weight) and (args.calibrate_tokens == "label" or scores_pairs)
+        scores_labels = args.calibration == "outcome" and not has_stream
+        calibrates_label_tokens = args.calibrate_tokens == "label"
+        return bool(args.weight) and (calibrates_label_tokens or scores_labels)
 
     def _drop_long_pairs(self, dataset: Any, args: CATTOConfig, name: str) -> Any:
+        """Return the dataset without the pairs that are too long, see `prepare_pairs`."""
         needs_label = self._term_reads_labels(args) or args.preference_tokens == "reasoning"
         limits = [args.max_length]
-        if needs_label:
+        if needs_label:  # a user's own collator must not truncate the label either
             limits.append(getattr(self._given_collator, "max_length", None))
         limit = min((limit for limit in limits if limit is not None), default=None)
-        # If no label is needed, a pair is dropped only if truncation at its end leaves nothing of the response.
-        may_drop = needs_label or args.truncation_mode == "keep_start"
-        if limit is None or not may_drop:
+        if limit is None:
+            return dataset
+        if not needs_label and args.truncation_mode != "keep_start":  # truncation at the start always keeps a response
             return dataset
         return LengthFilter(limit, must_fit_untruncated=needs_label, name=name).select_fitting(dataset)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return the micro-batches of a step; if there is a term, count their pairs over all processes."""
-        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        """Return the micro-batches of a step and the number of their tokens. If there is a term, count their pairs."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.args.weight:
             responses = sum(len(batch["input_ids"]) for batch in batches)
-            self._step_pairs = self.mean_over_processes(responses / 2, device)
-        return batches, items
+            pairs = responses / 2
+            self._step_pairs = self.mean_over_processes(pairs, device)
+        return batches, tokens
 
     # ---- the reference
 
     def extend_reference_key(self, model_hash: Any) -> Any:
-        """Add everything to the cache key of the reference that distinguishes our head from TRL's."""
+        """Extend the cache key of the reference's log-probabilities by all options that change them with our head."""
         if not self._uses_own_head:
             return model_hash
         precisions = (self.accelerator.mixed_precision, self.args.head_precision)
-        key = (model_hash, "catto", *precisions, *self.arrangement().values())
+        key = (model_hash, "catto", *precisions, *self.layout_options().values())
         if self._reads_reasoning:
             key = (*key, "reasoning")
         return key
@@ -369,6 +394,13 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 
         Under autocast, TRL's head rounds its logits to bf16 and ours does not. With different heads, the log-ratio of
         two equal models would be noise instead of 0.
+
+        Args:
+            model: The reference, as training has wrapped it.
+            inputs: The batch.
+
+        Returns:
+            What TRL returns: the sums of the log-probabilities of the chosen and of the rejected responses, (B,) each.
         """
         if KEY in inputs and self._uses_own_head:
             forward.install_head(self.accelerator.unwrap_model(model))
@@ -379,12 +411,15 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     # ---- the loss
 
     def notice_inputs(self, inputs: dict[str, Any]) -> None:
-        """Remember the mask and its version, to detect later changes of it without waiting for the device."""
+        """Remember the completion mask and its version, which torch increases at every change in place.
+
+        `_is_laid_out` can then see that the mask is unchanged, without waiting for the device.
+        """
         self._collated_mask = None
         mask = inputs.get("completion_mask")
-        if type(self.data_collator) is not PairCollator or mask is None:
+        if type(self.data_collator) is not PairCollator or mask is None:  # a user's collator may have changed the mask
             return
-        if not mask.is_inference():
+        if not mask.is_inference():  # inference tensors have no version
             self._collated_mask = (mask, mask._version)
 
     def _is_laid_out(self, layout: Batch, mask: Tensor) -> bool:
@@ -393,17 +428,21 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         A subclass may have changed the mask after the collator made the layout.
         """
         if self._collated_mask is not None:
-            collated, version = self._collated_mask
-            if mask is collated and mask._version == version:
+            collated_mask, version = self._collated_mask
+            is_unchanged = mask is collated_mask and mask._version == version
+            if is_unchanged:
                 return True
-        wanted = mask[:, 1:].bool()
-        row, column = layout.place.to(mask.device).unbind(-1)
-        scored = torch.zeros_like(wanted)
+        selected = mask[:, 1:].bool()
+        row, column = layout.trl_index.to(mask.device).unbind(-1)
+        scored = torch.zeros_like(selected)
         scored[row, column] = True
-        return torch.equal(scored, wanted)
+        return torch.equal(scored, selected)
 
     def _make_trl_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch for TRL: without our entry, and with a mask of the tokens that the preference loss reads."""
+        """Return the batch for TRL: without our entry, and with a mask of the tokens that the preference loss reads.
+
+        Raises ValueError if a user's collator has not counted the reasoning tokens that the preference loss reads.
+        """
         trl_inputs = dict(inputs)
         our_tensors = trl_inputs.pop(KEY, None)
         if not self._reads_reasoning:
@@ -417,14 +456,23 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return trl_inputs
 
     def _find_layout(self, inputs: dict[str, Any]) -> Batch:
-        """Return the collator's layout; if there is none or the mask has changed, lay out the pairs now."""
+        """Return the collator's layout; if there is none or `completion_mask` has changed, lay out the pairs now."""
         layout: Batch | None = inputs[KEY].get("layout")
         if layout is not None and self._is_laid_out(layout, inputs["completion_mask"]):
             return layout
-        return lay_out_pairs(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.arrangement())
+        return lay_out_pairs(inputs, inputs[KEY], self.data_collator.pad_token_id, **self.layout_options())
 
     def compute_pair_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Compute TRL's loss plus the calibration term; without our head, TRL's loss alone."""
+        """Compute TRL's loss plus the calibration term. If our head is not needed, this is TRL's own loss.
+
+        Args:
+            model: The policy, as training has wrapped it.
+            inputs: The batch.
+            return_outputs: Whether to return TRL's outputs too.
+
+        Returns:
+            The loss, or the loss and TRL's outputs.
+        """
         row_numbers = inputs.get(KEY, {}).get("row")
         name_rows = partial(self._name_rows, row_numbers, self.model.training)
         if self._uses_own_head:
@@ -449,27 +497,27 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             name_rows: Returns the names of the batch's rows, for errors.
 
         Returns:
-            The loss, and TRL's outputs or None.
+            The loss, and TRL's outputs; None without `return_outputs`.
         """
         if KEY not in inputs:  # only `PairCollator` adds it
             raise ValueError("calibration and prefix sharing need TRL's own collator of texts: leave data_collator out")
         layout = self._find_layout(inputs)
         streamed: list[Example] = []
-        if self._stream is not None and self.model.training:
+        if self._stream is not None and self.model.training:  # an evaluation takes nothing from the stream
             pairs = len(inputs["input_ids"]) // 2
             streamed = self._stream.take_examples(self, pairs)
         policy = self._make_policy(model, layout, streamed)
         trl_inputs = self._make_trl_inputs(inputs)
-        if not self.precompute_ref_logps:  # otherwise TRL's loss would compute them with its own head
+        if not self.precompute_ref_logps:  # computed here, since TRL's loss would use its own head
             trl_inputs |= self._compute_references(inputs, layout)
         with self.read_references_from_batch(), self._take_out_sft() as sft_weight:
             result = self.compute_trl_loss(policy, trl_inputs, return_outputs)
         loss, outputs = _split_result(result, return_outputs)
         if sft_weight:
             loss = loss + sft_weight * sft_loss(policy.stats.target, inputs["completion_mask"])
-        reads_pairs = self._stream is None
-        has_term = reads_pairs or bool(streamed)  # in evaluation nothing is streamed, so a stream's term is left out
-        if self.args.weight and has_term:
+        # A term that reads the stream is left out of an evaluation.
+        term_reads_pairs = self._stream is None
+        if self.args.weight and (term_reads_pairs or streamed):
             loss = self._add_term(loss, policy, inputs, streamed, name_rows)
         return loss, outputs
 
@@ -483,11 +531,18 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     ) -> Tensor:
         """Return the loss plus the weighted calibration term.
 
-        The term is a mean over the micro-batch. It is multiplied by the micro-batch's share of the step, since
-        micro-batches may differ in size.
+        The term is a mean over the micro-batch. It is weighted by `_share_of_step`, since micro-batches may differ in
+        size.
 
-        During evaluation the sum is only logged, as `total_loss`, and the loss is returned unchanged: `eval_loss` has
-        the same meaning as in TRL.
+        During evaluation, the loss is returned unchanged, so that `eval_loss` has the same meaning as in TRL. The sum
+        is only logged, as `total_loss`.
+
+        Args:
+            loss: TRL's loss of the micro-batch.
+            policy: The policy, after TRL's loss has called it.
+            inputs: The batch.
+            streamed: The stream's responses in this micro-batch; empty if the term reads the pairs.
+            name_rows: Returns the names of the batch's rows, for errors.
         """
         pairs = len(inputs["input_ids"]) // 2
         share = self._share_of_step(pairs)
@@ -502,25 +557,27 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def _compute_references(self, inputs: dict[str, Any], layout: Batch) -> dict[str, Tensor]:
         """Compute the reference's log-probabilities with our head, under the names that TRL's loss reads."""
         reference = self.ref_model
-        if reference is None:  # TRL computes the reference of an adapted model with the model itself
+        if reference is None:  # the policy has an adapter, without which it is the reference
             reference = self.model
         our_tensors = {**inputs[KEY], "layout": layout}
         chosen, rejected = self.compute_ref_log_probs(reference, {**inputs, KEY: our_tensors})
         return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     def _take_out_sft(self) -> AbstractContextManager[float]:
-        """Remove the loss type `sft` from TRL's sum if the preference loss reads only the reasoning.
+        """Remove the loss type `sft` from TRL's sum if the preference loss reads only the reasoning; yield its weight.
 
-        Its purpose is to preserve the form of whole responses, so it is computed on whole responses instead.
+        The purpose of `sft` is to preserve the form of whole responses, so it is computed separately on all tokens. The
+        weight is 0 if nothing was removed.
         """
         if self._reads_reasoning:
             return self.take_out_loss("sft")
         return nullcontext(0.0)
 
     def _share_of_step(self, pairs: int) -> float | Tensor:
-        """Return the weight of a micro-batch's mean in the mean over all pairs of the step.
+        """Return the factor that makes the average over micro-batches a mean over the pairs of the step.
 
-        It is 1 if all micro-batches have the same number of pairs.
+        It is the number of pairs in this micro-batch, divided by the average number over the micro-batches of the step.
+        During evaluation it is 1.
         """
         if self._step_pairs is None or not self.model.training:
             return 1.0
@@ -530,19 +587,23 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def _make_policy(self, model: Any, layout: Batch, streamed: Sequence[Example]) -> Policy:
         """Return the policy for this micro-batch, which consists of the pairs followed by the stream's responses."""
         args = self.args
-        pair_rows = len(layout.rows)
+        pair_rows = len(layout.rows)  # two per pair
         extras = list(TRL_EXTRAS)
         if args.weight and args.calibration == "bce":
             extras.append("log_doubt")
         if self.needs_squared_mass:
             extras.append("log_sum_sq")
-        # A mixture of experts' load-balancing loss belongs to TRL's loss, so streamed responses do not count in it.
-        options = {"pad": self.data_collator.pad_token_id, "balanced": pair_rows, "tokens": layout.tokens}
-        options |= self.arrangement()
-        if streamed and args.calibration == "replay":
+        options = {
+            "pad": self.data_collator.pad_token_id,
+            # The load-balancing loss of a mixture of experts belongs to TRL's loss, which does not read the stream.
+            "num_balanced": pair_rows,
+            "scored_tokens": layout.scored_tokens,
+            **self.layout_options(),
+        }
+        if streamed and args.calibration == "replay":  # all tokens of the streamed responses are scored
             rows = [*layout.rows, *(example.row for example in streamed)]
             layout = lay_out_rows(rows, [], len(rows), **options)
-        elif streamed:
+        elif streamed:  # only the labels of the streamed responses are read
             rows = [*layout.rows, *(example.before_label() for example in streamed)]
             layout = lay_out_rows(rows, label_queries(streamed, pair_rows), pair_rows, **options)
         elif args.calibration != "outcome":  # no other term reads the probabilities of the pairs' labels
@@ -551,7 +612,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         return Policy(model, layout, args.head_precision, tuple(extras))
 
     def _compute_term(self, policy: Policy, inputs: dict[str, Any], streamed: Sequence[Example]) -> Tensor:
-        """Compute the calibration term and log its parts."""
+        """Compute the calibration term, before it is weighted, and log its parts."""
         if self.args.calibration == "replay":
             term = replay_term(policy.replayed)
         elif self.args.calibration == "outcome":
@@ -569,30 +630,30 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def _score_outcomes(
         self, policy: Policy, our_tensors: dict[str, Any], streamed: Sequence[Example]
     ) -> CalibrationTerm:
-        """Score the labels of the stream's responses; without a stream, those of the pairs."""
+        """Compute the outcome term on the labels of the stream's responses; without a stream, on those of the pairs."""
         rates = None
         if not streamed:
             pairs = len(our_tensors["row"]) // 2
             rates = our_tensors["correctness_rate"][:pairs]
         target = None
         if self.args.outcome_target != "gold":
-            labels = policy.label_logprobs.shape[-1]
-            target = torch.tensor(target_table(streamed, labels))
+            max_labels = policy.label_logprobs.shape[-1]
+            target = torch.tensor(target_table(streamed, max_labels))
         return outcome_term(policy.label_logprobs, policy.batch.query_gold, rates, self.args, target)
 
     def _select_tokens(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the tokens that a surrogate term reads: (2 B, L)."""
+        """Return the mask of the tokens that a surrogate term reads: (2 B, L)."""
         mask: Tensor = inputs["completion_mask"].bool()
         if self.args.calibrate_tokens == "all":
             return mask
         columns = torch.arange(mask.shape[-1], device=mask.device)
-        label: Tensor = inputs[KEY]["start"] + inputs[KEY]["label_at"]
-        return mask & (columns == label.unsqueeze(-1))
+        label_column: Tensor = inputs[KEY]["start"] + inputs[KEY]["label_at"]
+        return mask & (columns == label_column.unsqueeze(-1))
 
     # ---- logs and the model card
 
     def _log_training(self, logs: dict[str, Tensor]) -> None:
-        """Log means over processes. They stay on the device until TRL logs them, so that the host need not wait."""
+        """Log the means over processes. They stay on the device until the next log, so that the host need not wait."""
         values = torch.stack([value.detach().float() for value in logs.values()])
         means = self.accelerator.gather(values[None]).mean(0)
         for name, value in zip(logs, means.unbind(), strict=True):
@@ -604,7 +665,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         self.append_metrics("eval", name, self.accelerator.gather_for_metrics(per_pair).tolist())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does. TRL averages Python numbers, so tensors are read from the device first."""
+        """Log as TRL does. TRL averages Python numbers, so the tensors of `_log_training` are read from the device."""
         metrics = self.read_metrics()
         for name, values in metrics.items():
             if values and isinstance(values[0], Tensor):
@@ -612,17 +673,22 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         super().log(logs, start_time)
 
     def _name_rows(self, row_numbers: Tensor | None, is_training: bool) -> str:
-        """Name the pairs for an error: by the ids of their questions if the dataset has them, otherwise by number."""
+        """Name the pairs for an error: by the ids of their questions if the dataset has them, otherwise by number.
+
+        Args:
+            row_numbers: Number of each row's pair in the dataset, (2 B,); None if they are not known.
+            is_training: Whether the pairs are from the training dataset.
+        """
         if row_numbers is None:
             return "rows unknown"
         numbers = row_numbers.tolist()
         pairs = len(numbers) // 2  # the second half repeats the numbers, for the rejected responses
         names = {number: f"row {number}" for number in numbers[:pairs]}
-        rows = self.eval_dataset
+        dataset = self.eval_dataset
         if is_training:
-            rows = self.train_dataset
-        if isinstance(rows, Dataset) and {"row", "question"} <= set(rows.column_names):
-            for number, question in zip(rows["row"], rows["question"], strict=True):
+            dataset = self.train_dataset
+        if isinstance(dataset, Dataset) and {"row", "question"} <= set(dataset.column_names):
+            for number, question in zip(dataset["row"], dataset["question"], strict=True):
                 if number in names:
                     names[number] = str(question)
         return f"rows {', '.join(names.values())}"
@@ -630,29 +696,30 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card, and add the calibration metrics of the kept step.
 
-        If there was no evaluation at that step, the metrics of the last evaluation are added.
+        If there was no evaluation at that step, the metrics of the last evaluation are added. Without any evaluation,
+        nothing is added.
         """
         super().create_model_card(*args, **kwargs)
-        measured = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
-        if not measured or not self.is_world_process_zero():
+        evaluations = [entry for entry in self.state.log_history if "eval_val_ece" in entry]
+        if not evaluations or not self.is_world_process_zero():
             return
-        entry = measured[-1]
-        for candidate in measured:
-            if candidate.get("step") == self.kept_step:
-                entry = candidate
+        shown = evaluations[-1]
+        for evaluation in evaluations:
+            if evaluation.get("step") == self.kept_step:
+                shown = evaluation
         lines = ["", "## Calibration", ""]
-        lines.append(f"On {len(self.validation)} held-out questions, at step {int(entry.get('step', 0))}.")
+        lines.append(f"On {len(self.validation)} held-out questions, at step {int(shown.get('step', 0))}.")
         lines += ["", "| Metric | Value |", "|---|---|"]
         for name, title in MEASURED.items():
-            if name in entry:
-                lines.append(f"| {title} | {entry[name]:.4f} |")
+            if name in shown:
+                lines.append(f"| {title} | {shown[name]:.4f} |")
         path = Path(self.args.output_dir) / "README.md"
         card = path.read_text(encoding="utf-8")
         write_text(path, card + "\n".join(lines) + "\n")
 
 
 def _split_result(result: Any, has_outputs: bool) -> tuple[Tensor, Any]:
-    """Split the result of TRL's loss function into the loss and the outputs; the latter are None without outputs."""
+    """Split the result of TRL's loss function into the loss and the outputs. If it has no outputs, they are None."""
     if has_outputs:
         loss, outputs = result
         return loss, outputs
@@ -660,6 +727,6 @@ def _split_result(result: Any, has_outputs: bool) -> tuple[Tensor, Any]:
 
 
 def _refuse_empty(argument: Any) -> None:
-    """Raise ValueError if an argument is an empty dataset."""
+    """Raise ValueError if the argument is an empty dataset. Arguments of other types are accepted."""
     if isinstance(argument, Dataset) and len(argument) == 0:
         raise ValueError("the dataset is empty")

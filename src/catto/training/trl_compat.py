@@ -34,7 +34,7 @@ def check_trl_version(version: str) -> None:
         version: The installed version.
 
     Raises:
-        ImportError: The version is outside of the range. The message says what to install.
+        ImportError: The version is outside of `TRL_RANGE`. The message says what to install.
 
     Example:
         >>> check_trl_version("1.16.0")
@@ -61,11 +61,11 @@ TRL_EXTRAS = ("entropy", "mean_logit")
 
 
 def check_head_device(version: str, *, runs_triton: bool) -> None:
-    """Refuse a device on which TRL's own head cannot run. References and losses without our term may use that head.
+    """Refuse a device on which TRL's own head cannot run. It may run for references and for losses without our term.
 
     Args:
         version: The installed version of TRL.
-        runs_triton: Whether Triton kernels run on the device, because it is a GPU or Triton interprets them.
+        runs_triton: Whether Triton kernels run on the device, see `runs_triton_kernels`.
 
     Raises:
         ValueError: TRL's head consists of Triton kernels in this version, and they do not run on the device.
@@ -82,18 +82,19 @@ def check_head_device(version: str, *, runs_triton: bool) -> None:
 
 
 def runs_triton_kernels(device: torch.device) -> bool:
-    """Return whether Triton kernels run on a device."""
+    """Return whether Triton kernels run on a device: on a GPU, or on any device in Triton's interpreter."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return is_interpreted or device.type in ("cuda", "xpu")
 
 
 def name_model(model: Any) -> str:
-    """Return the name of a model that TRL uses in its default output folder.
+    """Return the name that TRL gives a model in its default output folder: the last part of the model's id.
 
-    It is the last part of the model's id, which is read by `trl.trainer.utils.get_config_model_id`.
+    model: The id or path of the model, or the model itself.
     """
-    model_id = model
-    if not isinstance(model, str):
+    if isinstance(model, str):
+        model_id = model
+    else:
         model_id = get_config_model_id(model.config)
     return str(model_id.split("/")[-1])
 
@@ -106,12 +107,11 @@ def hash_weights(model: Any) -> str:
 def make_fused_output(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) -> Any:
     """Return a `FusedCausalLMOutput`, the model output that TRL's losses read.
 
-    TRL 1.16 sums the log-probabilities without applying its mask, so masked ones are set to 0. TRL only logs entropy
-    and mean logit, so they are detached.
-
     Args:
-        stats: Statistics of the 2 B responses, (2 B, L - 1) each, chosen responses first.
-        mask: Tokens that TRL's loss reads, (2 B, L - 1).
+        stats: Statistics of the 2 B responses, (2 B, L - 1) each, chosen responses first. TRL only logs `entropy` and
+            `mean_logit`, so they are detached.
+        mask: Tokens that TRL's loss reads, (2 B, L - 1). The log-probabilities of all others are set to 0, since TRL
+            1.16 sums log-probabilities without applying the mask.
         aux_loss: Load-balancing loss of a mixture of experts, a scalar; None for other models.
     """
     entropy = stats.entropy
@@ -132,10 +132,20 @@ def make_fused_output(stats: TokenStats, mask: Tensor, aux_loss: Tensor | None) 
 
 
 def call_copied_forward(wrapped: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a forward that TRL has wrapped on one model, but with the weights of a copy of that model.
+    """Run the forward of a deep copy of a model on which TRL had installed its head.
 
-    TRL's `add_fused_lm_head` binds a function to the instance. With `fused_lm_head=True` the function uses its `self`.
-    Otherwise it calls the forward of the model that it was bound to, so the class's own forward is called instead.
+    TRL's `add_fused_lm_head` replaces the forward of a model by a function that is bound to this model. With
+    `fused_lm_head=True` the function works for a copy too, which is passed as its `self`. Otherwise it would call the
+    forward of the first model, so the forward of the class is called instead.
+
+    Args:
+        wrapped: The forward that TRL has bound to the first model.
+        model: The copy.
+        *args: The arguments of the call.
+        **kwargs: The keyword arguments of the call.
+
+    Returns:
+        The output of the copy.
     """
     if kwargs.pop("fused_lm_head", False):
         return wrapped.__func__(model, *args, fused_lm_head=True, **kwargs)
@@ -144,7 +154,7 @@ def call_copied_forward(wrapped: Any, model: Any, *args: Any, **kwargs: Any) -> 
 
 @contextmanager
 def hide_padding_free(args: DPOConfig) -> Iterator[None]:
-    """Unset `padding_free` while TRL's constructor runs, since TRL would warn that it ignores the option."""
+    """Set `padding_free` to None while TRL's constructor runs, since TRL would warn that it ignores the option."""
     padding_free = args.padding_free
     args.padding_free = None
     try:
@@ -171,7 +181,10 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
     """`DPOTrainer` with a public hook for each private method that we override.
 
     Subclasses override the hooks `compute_pair_loss`, `prepare_pairs`, `prepare_collator`, `extend_reference_key` and
-    `notice_inputs`, and list the columns they need in `extra_columns`. By default, the hooks do what TRL does.
+    `notice_inputs`. By default, the hooks do what TRL does.
+
+    Attributes:
+        extra_columns: Columns of the dataset that reach the collator in addition to those that TRL keeps.
     """
 
     extra_columns: Sequence[str] = ()
@@ -195,7 +208,7 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
         return self.prepare_pairs(dataset, processing_class, args, dataset_name)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Also keep `extra_columns`. TRL removes all columns that are not in `_signature_columns`."""
+        """Add `extra_columns` to `_signature_columns`. TRL removes all other columns from the dataset."""
         super()._set_signature_columns_if_needed()
         columns: list[str] = list(vars(self)["_signature_columns"])
         for column in self.extra_columns:
@@ -241,8 +254,9 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint, including the trained adapter.
 
-        TRL stores the reference of an adapted model as a second adapter, in a folder `ref` of the checkpoint. If there
-        is such a folder, Transformers loads only the adapters in folders, and not the trained one.
+        If the policy has an adapter at the start, TRL stores a copy of it as the reference, in the folder `ref` of the
+        checkpoint. If there is such a folder, Transformers loads only the adapters in folders, and not the trained
+        adapter, which is at the top of the checkpoint. It is therefore loaded here.
         """
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         has_reference_folder = (Path(resume_from_checkpoint) / "ref").is_dir()
@@ -270,9 +284,9 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
 
     @contextmanager
     def read_references_from_batch(self) -> Iterator[None]:
-        """Make TRL's loss read `ref_chosen_logps` and `ref_rejected_logps` from the batch, as if precomputed.
+        """Let TRL's loss read `ref_chosen_logps` and `ref_rejected_logps` from the batch, as if they were precomputed.
 
-        TRL reads the attribute `precompute_ref_logps` at every step.
+        It does so if `precompute_ref_logps` is True, an attribute that TRL reads at every step.
         """
         precomputed: bool = self.precompute_ref_logps
         self.precompute_ref_logps: bool = True
@@ -292,11 +306,11 @@ class TRLPairTrainer(DPOTrainer):  # type: ignore[misc]
         kept_types = []
         kept_weights = []
         removed_weight = 0.0
-        for kind, weight in zip(all_types, all_weights, strict=True):
-            if kind == loss_type:
+        for other_type, weight in zip(all_types, all_weights, strict=True):
+            if other_type == loss_type:
                 removed_weight += weight
             else:
-                kept_types.append(kind)
+                kept_types.append(other_type)
                 kept_weights.append(weight)
         self.loss_types: Any = kept_types
         self.loss_weights: Any = kept_weights
