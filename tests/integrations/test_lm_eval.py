@@ -165,7 +165,7 @@ def test_the_users_own_output_path_is_found(arguments: list[str], folder: str | 
 def test_a_document_is_graded_as_its_line_in_the_log(tmp_path: Path) -> None:
     scores = [-2.5, -0.5, -1.0, -9.0]
     line = log_line(0, scores, 1)
-    read = read_lm_eval(line, ColumnNames(), ())
+    read = read_lm_eval(line, ColumnNames())
     graded = plugin.grade_choices([(score, False) for score in scores], 1)
     assert graded["ece"] == (read["confidence"], True)
     assert graded["acc"] == read["correct"]

@@ -173,7 +173,7 @@ def test_more_rows_than_the_limit_are_refused(form: str, tmp_path: Path, monkeyp
 
 
 def test_a_json_file_of_very_many_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "MOST_JSON_VALUES", 1000)
+    monkeypatch.setattr(text_files, "MAX_JSON_VALUES", 1000)
     path = tmp_path / "a.json"
     path.write_text("[" + " " * text_files.MAX_LINE_BYTES + "[]," * 1000 + "[]]")
     with pytest.raises(DataError, match="has more than 1,000 values"):

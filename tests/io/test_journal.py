@@ -22,7 +22,9 @@ def run(name: str = "one", **counts: int) -> Manifest:
 
 def journal(folder: Path, name: str = "one") -> Journal[Response]:
     refused = folder / "a.refused.jsonl"
-    return Journal(folder / "a.jsonl", Response, run(name), KEYS, refused=refused, other="belongs to another run")
+    return Journal(
+        folder / "a.jsonl", Response, run(name), KEYS, refused=refused, other_run_error="belongs to another run"
+    )
 
 
 def response(question: str, sample: int, text: str = "A") -> Response:
@@ -168,9 +170,9 @@ def test_what_is_too_long_to_be_read_back_is_stored_as_a_refusal(tmp_path: Path)
 def test_the_last_lines_can_be_cut_off(tmp_path: Path) -> None:
     with journal(tmp_path) as file:
         file.append(response(*KEYS[0]), refusal(*KEYS[1]), refusal(*KEYS[2]), response(*KEYS[3]))
-        file.cut(4)
+        file.keep_first(4)
         assert len(file.places) == 4
-        file.cut(2)
+        file.keep_first(2)
         assert (list(file.places), list(file.refused)) == (KEYS[:2], KEYS[1:2])
         file.append(response(*KEYS[5]))
     with journal(tmp_path) as file:

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from malformed import CASES, Case
 
-from catto.errors import MOST_DEPTH, DataError, parse_json, shorten_text
+from catto.errors import MAX_DEPTH, DataError, parse_json, shorten_text
 
 Capture = pytest.CaptureFixture[str]
 # The longest line: `catto: `, a path or two, a message.
@@ -186,6 +186,6 @@ def test_a_number_of_more_digits_than_python_reads_is_refused() -> None:
 def test_depth_is_counted_and_not_the_number_of_brackets() -> None:
     wide = json.dumps([[[]] * 1000] * 3)
     assert parse_json(wide) == json.loads(wide)
-    parse_json("[" * MOST_DEPTH + "]" * MOST_DEPTH)
+    parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     with pytest.raises(ValueError, match="more than 64 deep"):
-        parse_json("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1))
+        parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))

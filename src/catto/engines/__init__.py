@@ -45,6 +45,9 @@ def open_engine(name: Literal["transformers", "vllm"], model: str, **options: An
         name: The library that runs the model.
         model: A folder or a hub id.
         options: Keyword arguments of `VLLMEngine` or `TransformersEngine.load`.
+
+    Returns:
+        The engine, ready to generate and score.
     """
     if name == "vllm":
         from catto.engines.vllm import VLLMEngine

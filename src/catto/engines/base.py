@@ -29,7 +29,7 @@ class Request(Sampled):
     max_tokens: int = Field(default=512, gt=0)
     stop: tuple[str, ...] = ()  # generation ends after the first of these texts, which stays in the response
     keep_states: bool = False  # the response will be scored, so the engine may keep its hidden states
-    begun: bool = False  # the last message is the beginning of the response, which the server continues
+    begun: bool = False  # the last message is a partial response, which the server continues
 
 
 class Generation(Sampled):
@@ -40,14 +40,14 @@ class Generation(Sampled):
     text: str
     reasoning: str | None = None  # if the server returns it separately from the text
     token_ids: tuple[int, ...] | None = None
-    # From a server: the text of each token, and its most probable candidates with their log-probabilities.
+    # From a server: for each token, its text and the candidates at its position (text -> log-probability).
     tops: tuple[tuple[str, dict[str, float]], ...] | None = None
     mean_logprob: float | None = None  # over the response's tokens
     prompt_tokens: int | None = None
     tokens: int | None = None  # number of generated tokens
     finish_reason: str | None = None
     model: str
-    temperature_acts: bool = True  # False if the server ignores the temperature
+    temperature_acts: bool = True  # whether the temperature has an effect; False if the server ignores it
     seconds: float | None = None
 
 
@@ -57,7 +57,8 @@ class Context(Record):
     messages: tuple[Message, ...]
     prefix: tuple[int, ...]  # token ids of the response up to the scored position
     candidates: tuple[int, ...]
-    response: Key | None = None  # key of the response that begins with `prefix`, if the engine has just generated it
+    # Key of the response that begins with `prefix`, if the engine has just generated it and may have kept its states.
+    response: Key | None = None
 
 
 class Scores(Record):
@@ -76,8 +77,8 @@ class LabelScores(Scores):
     """Scores at the label of a stored response.
 
     Attributes:
-        kept: Number of the response's first tokens that precede the scored position.
-        added: Tokens between those and the scored position, such as the ones that close the response.
+        kept: Number of tokens at the beginning of the response that precede the scored position.
+        added: Tokens inserted between these and the scored position, such as the ones that close the response.
         candidates: The tokens that were scored.
     """
 
@@ -93,7 +94,7 @@ class ScoredGeneration(Generation):
 
 
 class Engine(Protocol):
-    """Generates responses and scores candidate tokens. A subclass inherits the defaults below.
+    """Generates responses and scores candidate tokens. A class that derives from it inherits the defaults below.
 
     An engine with a tokenizer exchanges tokens: its generations have token ids, and so do the contexts of `score`. An
     engine without one exchanges text: labels are read from `Generation.tops`, and `score` raises NotImplementedError.
@@ -121,15 +122,15 @@ class Engine(Protocol):
 def find_stop_end(text: str, stops: Collection[str]) -> int | None:
     """Find where the first stop text ends.
 
-    If `</answer>` is a stop text, stop texts in the reasoning do not count, because reasoning may quote an answer.
+    If `</answer>` is a stop text, stop texts in the reasoning are ignored, because reasoning may quote an answer.
 
     Args:
         text: A response, possibly unfinished.
         stops: The stop texts.
 
     Returns:
-        The index after the stop text. None if there is none or the reasoning is unfinished; `text[:None]` is then the
-        whole text.
+        The index after the stop text that ends first. None if there is no stop text or the reasoning is unfinished. The
+        result can be used as the end of a slice: with None, `text[:None]` is the whole text.
 
     Example:
         >>> find_stop_end("one</b> two</a>", ("</a>", "</b>"))
@@ -137,24 +138,39 @@ def find_stop_end(text: str, stops: Collection[str]) -> int | None:
         >>> find_stop_end("<think>As <answer>A</answer>?</think><answer>B</answer>", ("</answer>",))
         55
     """
-    first_stop = min((text.index(stop) for stop in stops if stop in text), default=None)
-    if first_stop is None:
+    starts = [text.index(stop) for stop in stops if stop in text]
+    if not starts:
         return None
-    search_start = 0
+    search_start: int | None = 0
     if "</answer>" in stops:
-        think_start = text.find("<think>")
-        think_end = text.find("</think>")
-        is_reasoning_unfinished = think_end < 0 <= think_start < first_stop
-        if is_reasoning_unfinished:
+        search_start = _find_search_start(text, first_stop=min(starts))
+        if search_start is None:
             return None
-        # The prompt may have opened the reasoning, so a `<think>` need not precede the stop text.
-        is_before_reasoning = first_stop < think_start < think_end
-        is_in_reasoning = first_stop < think_end and not is_before_reasoning
-        if is_in_reasoning:
-            search_start = think_end
     ends = []
     for stop in stops:
         start = text.find(stop, search_start)
         if start >= 0:
             ends.append(start + len(stop))
     return min(ends, default=None)
+
+
+def _find_search_start(text: str, *, first_stop: int) -> int | None:
+    """Return where to search for a stop text that is not in the reasoning.
+
+    Args:
+        text: A response.
+        first_stop: Where its first stop text starts, in the reasoning or elsewhere.
+
+    Returns:
+        The end of the reasoning if the first stop text is in it, otherwise 0. None if the reasoning starts before the
+        first stop text and does not end.
+    """
+    think_start = text.find("<think>")
+    think_end = text.find("</think>")
+    if think_end < 0:
+        is_reasoning_unfinished = 0 <= think_start < first_stop
+        return None if is_reasoning_unfinished else 0
+    # A reasoning without `<think>` was opened by the prompt, so it starts with the response.
+    is_before_reasoning = first_stop < think_start < think_end
+    is_in_reasoning = first_stop < think_end and not is_before_reasoning
+    return think_end if is_in_reasoning else 0

@@ -45,13 +45,13 @@ def hash_uniform(seed: int, question: str, sample: int, position: int) -> float:
 def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> Tensor:
     """Draw one token per row: the argmax at temperature 0, otherwise by inverting the cumulative distribution.
 
-    The inverse is the first id j with P(id <= j) > u under softmax(logits / temperature), over the full vocabulary and
-    in float64. If the argmax is tied, the lowest id is chosen.
+    The inverse is the first id j with P(id <= j) > u under softmax(logits / temperature), where u is the row's uniform
+    number. It is computed over the full vocabulary in float64. If the argmax is tied, the lowest id is chosen.
 
     Args:
         logits: (B, V) in fp32.
         temperatures: (B,), at least 0.
-        uniforms: (B,), in [0, 1).
+        uniforms: (B,), in [0, 1). Rows with temperature 0 ignore theirs.
 
     Returns:
         Token ids (B,).
@@ -63,11 +63,11 @@ def draw_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequenc
     sampled_rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
     if not sampled_rows:
         return tokens
-    # In place, since a batch of float64 logits is large: they become the cumulative distribution times `total`.
-    cumulative = as_float64(logits[sampled_rows])
-    divisors = cumulative.new_tensor([[temperatures[row]] for row in sampled_rows])
-    cumulative.sub_(cumulative.amax(dim=-1, keepdim=True))
-    cumulative.div_(divisors).exp_().cumsum_(dim=-1)
+    values = as_float64(logits[sampled_rows])
+    divisors = values.new_tensor([[temperatures[row]] for row in sampled_rows])
+    # In place, since a batch of float64 logits is large.
+    values.sub_(values.amax(dim=-1, keepdim=True))
+    cumulative = values.div_(divisors).exp_().cumsum_(dim=-1)  # of weights that sum to `total` instead of 1
     total = cumulative[:, -1:]
     row_uniforms = cumulative.new_tensor([[uniforms[row]] for row in sampled_rows])
     # u <= 1 - 2^-53, so u * total is below total even after rounding: the id exists and has a positive probability.
@@ -87,7 +87,8 @@ def as_float64(logits: Tensor) -> Tensor:
 class HeadHook:
     """Records and changes the input of the output head inside `evaluation_mode`.
 
-    `replacement` and `positions` apply only to the head's next input, in this order.
+    `replacement` and `positions` apply only to the next time that the head runs. If both are set, `replacement` is
+    applied first.
 
     Attributes:
         states: The hidden states that last entered the head, (B, T, H).
@@ -130,7 +131,7 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
         ValueError: The head is not in fp32, and its product cannot be computed from its weights alone.
     """
     module: Any = network.get_output_embeddings()
-    multiply = _fp32_product(module)
+    multiply = _make_fp32_product(module)
     hook = HeadHook()
 
     def forward(states: Tensor) -> Tensor:
@@ -138,26 +139,28 @@ def evaluation_mode(network: Any) -> Iterator[HeadHook]:
         with torch.autocast(states.device.type, enabled=False):
             return multiply(head_input.float())
 
-    modes = [(part, part.training) for part in network.modules()]
-    # A library may have set a forward on the instance, which has to be restored; `module.forward` would not show
-    # whether it is the instance's own or that of its class.
-    attributes = vars(module)
-    instance_forward = attributes.get("forward")
+    modes = [(submodule, submodule.training) for submodule in network.modules()]
+    # A library such as Accelerate may have set a `forward` on the instance, which has to be restored. `module.forward`
+    # would also return the forward of the class, so the attributes of the instance are read.
+    instance_attributes = vars(module)
+    instance_forward = instance_attributes.get("forward")
     network.eval()
-    attributes["forward"] = forward
+    instance_attributes["forward"] = forward
     try:
         with torch.inference_mode(), torch.autocast(network.device.type, enabled=False):
             yield hook
     finally:
-        del attributes["forward"]
+        del instance_attributes["forward"]
         if instance_forward is not None:
-            attributes["forward"] = instance_forward
-        for part, is_training in modes:
-            part.training = is_training
+            instance_attributes["forward"] = instance_forward
+        for submodule, is_training in modes:
+            submodule.training = is_training
 
 
-def _fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the head's matrix product in fp32: its own forward, or a linear layer with fp32 copies of its weights.
+def _make_fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function that computes the head's matrix product in fp32.
+
+    It is the head's own forward if the head is in fp32, otherwise a linear layer with fp32 copies of its weights.
 
     Raises:
         ValueError: The head is neither in fp32 nor a linear layer.
@@ -165,8 +168,10 @@ def _fp32_product(module: Any) -> Callable[[Tensor], Tensor]:
     if module.weight.dtype == torch.float32:
         own_forward: Callable[[Tensor], Tensor] = module.forward
         return own_forward
-    wrapped = getattr(module, "original_module", module)  # PEFT's `modules_to_save` wraps it
-    if type(wrapped) is not nn.Linear:
+    # PEFT may wrap the head to train it: `original_module` is then the model's own head, and `module.weight` has the
+    # trained values. Subclasses of Linear are refused, because they may compute more than the product.
+    original = getattr(module, "original_module", module)
+    if type(original) is not nn.Linear:
         raise ValueError(
             f"the output head is a {type(module).__name__} in {module.weight.dtype}: load the model in float32"
         )
@@ -190,31 +195,37 @@ def counts_padding(network: Any) -> bool:
 
 
 def last_logits(network: Any, hook: HeadHook, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits after the last token of each sequence, (B, V) in fp32, from one forward pass without a cache.
+    """Compute the logits after the last token of each sequence, in one forward pass without a cache.
 
     Sequences are padded on the right. A causal model never attends to the right, so the padding needs no mask. The hook
-    selects the positions, since `logits_to_keep` of Transformers 5.19 keeps the same positions in every row.
+    selects each row's last position, since `logits_to_keep` of Transformers 5.19 keeps the same positions in every row.
 
     Args:
         network: A causal language model, in `evaluation_mode`.
         hook: The hook that `evaluation_mode` yields for it.
         sequences: Token ids, at least one per sequence.
+
+    Returns:
+        The logits (B, V) in fp32.
+
+    Raises:
+        ValueError: The logits are not finite.
     """
     device = network.device
     width = max(len(sequence) for sequence in sequences)
-    padded = []
+    padded_rows = []
     last_positions = []
     for sequence in sequences:
         padding = [PAD] * (width - len(sequence))
-        padded.append([*sequence, *padding])
+        padded_rows.append([*sequence, *padding])
         last_positions.append(len(sequence) - 1)
     hook.positions = torch.tensor(last_positions, device=device)
-    output = network(input_ids=torch.tensor(padded, device=device), use_cache=False)
-    return _check_finite(output.logits[:, 0])
+    output = network(input_ids=torch.tensor(padded_rows, device=device), use_cache=False)
+    return _check_finite(output.logits[:, 0])  # the head has run at one position per row
 
 
 def state_logits(network: Any, hook: HeadHook, states: Tensor) -> Tensor:
-    """Return the logits of kept hidden states, (B, H) -> (B, V) in fp32, without running the tokens before them.
+    """Compute the logits of kept hidden states, without running the tokens before them.
 
     The network runs on one dummy token per row, and `states` replace the input of its head. In this way the model's own
     code processes the logits after the head.
@@ -222,7 +233,13 @@ def state_logits(network: Any, hook: HeadHook, states: Tensor) -> Tensor:
     Args:
         network: A causal language model, in `evaluation_mode`.
         hook: The hook that `evaluation_mode` yields for it.
-        states: Hidden states that entered the head before, as recorded in `HeadHook.states`.
+        states: Hidden states (B, H) that entered the head before, as recorded in `HeadHook.states`.
+
+    Returns:
+        The logits (B, V) in fp32.
+
+    Raises:
+        ValueError: The logits are not finite.
     """
     hook.replacement = states.unsqueeze(1)
     ids = torch.full((len(states), 1), PAD, device=network.device)
@@ -301,17 +318,17 @@ class CachedBatch:
     def __init__(self, network: Any, hook: HeadHook, prompts: Sequence[Sequence[int]]) -> None:
         """Run the shared beginning of all prompts once, then the rest of each, padded on the left.
 
-        Windowed and recurrent layers would count the padding between the two. If the network has such a layer, every
-        prompt runs as a whole.
+        The padding is between the beginning and the rest. Windowed and recurrent layers would count it as tokens, so
+        with such a layer every prompt runs as a whole.
         """
         self._network = network
         self._hook = hook
-        self._mask: Tensor | None = None
+        self._mask: Tensor | None = None  # 1 for a token and 0 for padding, (B, T); None without padding
         # The model's cache, under the name that the model gives it in its output; empty before the first step.
         self._past: dict[str, Any] = {}
         shared_length = self._run_shared_beginning(prompts)
         self._run_rests(prompts, shared_length)
-        # Plain layers only: windowed, recurrent, quantized and shared ones store their states differently.
+        # Only plain layers are replaced: windowed, recurrent, quantized and shared ones store their states differently.
         layers = self._cache.layers
         for index, layer in enumerate(layers):
             if type(layer) is DynamicLayer and layer.is_initialized:
@@ -320,18 +337,20 @@ class CachedBatch:
     def _run_shared_beginning(self, prompts: Sequence[Sequence[int]]) -> int:
         """Run the tokens that all prompts begin with, and return how many of them are in the cache afterwards.
 
-        The cache then has one row per prompt. It is empty if the number is 0.
+        The cache then has one row per prompt. If 0 is returned, it is empty: the prompts share no beginning, or a layer
+        of the model would count the padding after it.
         """
         shared_length = count_shared_beginning(prompts)
         if not shared_length:
             return 0
         beginning = prompts[0][:shared_length]
         self.step(torch.tensor([beginning], device=self._network.device))
+        # The type of a layer is known only now, because the model has made its cache in this step.
         can_mask_padding = all(type(layer) is DynamicLayer for layer in self._cache.layers)
         if not can_mask_padding:
-            self._past = {}
+            self._past = {}  # discards the cache
             return 0
-        self.select([0] * len(prompts))
+        self.select([0] * len(prompts))  # repeats the single row
         return shared_length
 
     def _run_rests(self, prompts: Sequence[Sequence[int]], shared_length: int) -> None:
@@ -360,14 +379,14 @@ class CachedBatch:
             self._mask = self._mask[indices]
 
     def step(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        """Append tokens to every row, and set `logits` and `states` to those at the last one.
+        """Append tokens to every row, and set `logits` and `states` to those at the last token.
 
         Positions count only real tokens, so padding does not shift a prompt.
 
         Args:
             ids: Token ids (B, T).
             mask: 1 for a token and 0 for padding, over the earlier and the new tokens, (B, length of the sequence).
-                None if the new tokens have no padding.
+                None if the new tokens have no padding, even if earlier ones have.
 
         Raises:
             ValueError: The model returns no cache, or logits that are not finite.
@@ -375,7 +394,7 @@ class CachedBatch:
         if mask is None and self._mask is not None:  # earlier tokens have padding
             mask = torch.cat([self._mask, torch.ones_like(ids)], dim=-1)
         self._mask = mask
-        mask_arguments: dict[str, Tensor] = {}
+        mask_arguments: dict[str, Tensor] = {}  # without padding, the model's own defaults are right
         if mask is not None:
             positions = (mask.cumsum(dim=-1) - 1).clamp_(min=0)  # padding before the first token would have -1
             new_tokens = ids.shape[1]
@@ -389,7 +408,7 @@ class CachedBatch:
                 self._past[name] = output[name]
         if not self._past:
             raise ValueError(f"{type(self._network).__name__} returns no cache to continue from")
-        (self._cache,) = self._past.values()  # a model returns its cache under one of the names
+        (self._cache,) = self._past.values()  # a model returns its cache under exactly one of the names
         self.logits = _check_finite(output.logits[:, -1])
         self.states = self._hook.states[:, -1]
 
@@ -406,7 +425,7 @@ class ResponseInProgress:
         states: The hidden states that entered the head for each token and for the end of sequence; empty unless the
             request asks to keep them.
         logprob: Log-probability of `ids` at temperature 1.
-        end: Index in the text after the stop text; None without one.
+        end: Index in the text after the stop text; None without a stop text.
         finish_reason: `stop` or `length`; None until the response has finished.
         seconds: Time since the batch started.
     """
@@ -472,16 +491,16 @@ def decode_responses(
     """
     started = time.perf_counter()
     stop_texts = StopTexts(decode)
-    unfinished = list(responses)
     distinct_prompts = list(dict.fromkeys(response.prompt for response in responses))
     row_of_prompt = {prompt: row for row, prompt in enumerate(distinct_prompts)}
+    unfinished = list(responses)  # in the order of the batch's rows
     with evaluation_mode(network) as hook:
         batch = CachedBatch(network, hook, distinct_prompts)
         batch.select([row_of_prompt[response.prompt] for response in unfinished])
         while True:
             tokens, logprobs = _draw_next(batch.logits, unfinished)
-            drawn = zip(unfinished, tokens.tolist(), logprobs.tolist(), batch.states, strict=True)
-            for response, token, logprob, state in drawn:
+            drawn_rows = zip(unfinished, tokens.tolist(), logprobs.tolist(), batch.states, strict=True)
+            for response, token, logprob, state in drawn_rows:
                 if response.request.keep_states:
                     response.states.append(state)  # the hidden state from which this token was drawn
                 if token in eos:

@@ -66,8 +66,9 @@ def _check_model_folder(folder: Path) -> None:
 def check_hub(location: str | Path) -> None:
     """Raise DataError if a model is not in the local cache, and the hub does not have it or cannot be reached.
 
-    A single request is made, without retries: loading the model would retry for half a minute before it fails. An
-    existing path is not checked. Any other failure is left to the library that loads the model.
+    A single request is made, without retries: loading the model would retry for half a minute before it fails. A path
+    that exists is not checked. Every other failure is left to the library that loads the model, which explains it
+    better.
     """
     if Path(location).exists():
         return
@@ -78,15 +79,16 @@ def check_hub(location: str | Path) -> None:
         return
     name = str(location)
     for config in CONFIG_FILES:
-        if isinstance(try_to_load_from_cache(name, config), str):
+        cached_path = try_to_load_from_cache(name, config)  # not a text if the file is not cached
+        if isinstance(cached_path, str):
             return
     try:
         get_hf_file_metadata(hf_hub_url(name, CONFIG_FILES[0]), timeout=HUB_TIMEOUT_SECONDS)
-    except GatedRepoError:
+    except GatedRepoError:  # a RepositoryNotFoundError, although the model exists: it needs a login
         return
     except RepositoryNotFoundError:
         raise DataError(location, None, "no such folder, and the hub has no such model, or it is private") from None
-    except HfHubHTTPError:
+    except HfHubHTTPError:  # the hub answered, for example that an adapter has no config.json
         return
     except Exception:  # the errors that a missing connection causes share no base class
         reason = "no such folder, not in the local cache, and the hub cannot be reached"
@@ -108,8 +110,15 @@ class ServerAddress(NamedTuple):
 def server_address(url: str) -> ServerAddress:
     """Split the user and password off the address of a server.
 
+    Args:
+        url: The address, which may contain `user:password@`.
+
+    Returns:
+        The address without a login and without a slash at the end, and the login.
+
     Raises:
-        ValueError: This is not an address. The message shows neither user nor password.
+        ValueError: This is not an HTTP address, or it has a query or a fragment. The message shows no user, password or
+            query, because these may be secrets.
 
     >>> server_address("http://me:secret@localhost:8000/v1/")
     ServerAddress(url='http://localhost:8000/v1', login=('me', 'secret'))
@@ -117,7 +126,7 @@ def server_address(url: str) -> ServerAddress:
     try:
         parts = urlsplit(url)
         is_complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
+    except ValueError:  # brackets in the host do not match, or the port is not a number up to 65535
         is_complete = False
     if not is_complete or parts.query or parts.fragment:
         may_contain_secrets = "@" in url or "?" in url

@@ -12,7 +12,6 @@ from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from itertools import accumulate
 from math import inf, isfinite
 from typing import Annotated, NamedTuple
 
@@ -39,17 +38,17 @@ class RefusalCap:
     """Stops a run if too many questions are refused: then the settings are at fault, not single requests.
 
     Questions are counted, not requests, because a filtered question is refused in all of its samples. A run is also
-    stopped if its first 20 requests are all refused.
+    stopped if its first 20 requests are all refused, even if they belong to fewer questions.
 
     Args:
-        most: Maximum share of refused questions, checked once 20 have been asked; 1 means no limit.
+        max_share: Maximum share of refused questions, checked once 20 have been asked; 1 means no limit.
         answered: Keys of the answers that an earlier run stored. Their questions count as asked.
         refused: Keys of the refusals that an earlier run stored. Their questions count as asked and refused.
     """
 
-    def __init__(self, most: float, answered: Iterable[Key] = (), refused: Iterable[Key] = ()) -> None:
+    def __init__(self, max_share: float, answered: Iterable[Key] = (), refused: Iterable[Key] = ()) -> None:
         answered_questions = {question for question, _ in answered}
-        self.most = most
+        self.max_share = max_share
         self._refused = {question for question, _ in refused}
         self._asked = self._refused | answered_questions
         self._has_answers = bool(answered_questions)
@@ -63,28 +62,28 @@ class RefusalCap:
             return
         self._refused.add(outcome.question)
         self._refused_requests += 1
-        if self.most >= 1:
+        has_limit = self.max_share < 1
+        if not has_limit:
             return
         if not self._has_answers and self._refused_requests >= MIN_QUESTIONS:
             raise self._error(f"all of the first {self._refused_requests} requests were refused", outcome)
         refused = len(self._refused)
         asked = len(self._asked)
-        if asked >= MIN_QUESTIONS and refused > self.most * asked:
-            share = f"{refused} of {asked} questions were refused, max_refused is {self.most:g}"
+        if asked >= MIN_QUESTIONS and refused > self.max_share * asked:
+            share = f"{refused} of {asked} questions were refused, max_refused is {self.max_share:g}"
             raise self._error(share, outcome)
 
     @staticmethod
-    def check_some(answered: int, refusals: Iterable[Refusal]) -> None:
-        """Raise ServerError if there are refusals but no answers, even if there are few.
+    def require_answers(answered: int, refusals: Iterable[Refusal]) -> None:
+        """Raise ServerError if there are refusals but no answers, even if there are few refusals.
 
         Args:
             answered: Number of answers.
             refusals: The refusals. The message quotes the first one as an example.
         """
-        if answered:
-            return
-        for refusal in refusals:
-            raise RefusalCap._error("every request was refused (--retry-refused asks again)", refusal)
+        first_refusal = next(iter(refusals), None)
+        if answered == 0 and first_refusal is not None:
+            raise RefusalCap._error("every request was refused (--retry-refused asks again)", first_refusal)
 
     @staticmethod
     def _error(problem: str, example: Refusal) -> ServerError:
@@ -109,7 +108,7 @@ def clean_message(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] 
 
     Args:
         text: The message.
-        secrets: Texts to replace by `[key]`.
+        secrets: Texts to replace by `[key]`, in this order; empty ones are ignored.
         prompt: The texts of the prompt. Quotations of at least 20 characters are replaced by `[prompt]`.
 
     Returns:
@@ -118,7 +117,9 @@ def clean_message(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] 
     >>> clean_message("bad key: k-77", ["k-77"])
     'bad key: [key]'
     """
-    line = _join_spaces(text.replace("\\n", " ").replace('\\"', '"'))
+    # A server may quote the prompt as JSON, in which line breaks and quotation marks are escaped.
+    unescaped = text.replace("\\n", " ").replace('\\"', '"')
+    line = _join_spaces(unescaped)
     for secret in secrets:
         if secret:
             line = line.replace(secret, "[key]")
@@ -133,37 +134,41 @@ def _join_spaces(text: str) -> str:
 def _replace_quotations(line: str, prompt: str) -> str:
     """Replace every quotation of at least 20 characters from the prompt by `[prompt]`.
 
-    The result ends after at least 300 characters, because no more are shown. Searching a prompt of 1 MB takes about
-    10 ms, so the search skips ahead. If characters 11 to 20 from here are not in the prompt, no quotation begins at
-    characters 1 to 11, because it would contain them.
+    The result may end early, after at least 300 characters, because no more are shown.
+
+    Searching a prompt of 1 MB takes about 10 ms, so the search skips ahead where possible. It looks at the next 20
+    characters. Every quotation that begins at one of the first 11 of them contains the last 10. If these 10 are not in
+    the prompt, all 11 positions are skipped.
     """
     half = MIN_QUOTED_CHARS // 2
-    kept = ""
+    result = ""
     position = 0
-    quotation_end = 0
-    while position < len(line) and len(kept) < MAX_REASON_CHARS:
+    quotation_end = 0  # of the last quotation that was found, in `line`
+    while position < len(line) and len(result) < MAX_REASON_CHARS:
         next_chars = line[position : position + MIN_QUOTED_CHARS]
         is_long_enough = len(next_chars) == MIN_QUOTED_CHARS
         step = 1
         if next_chars[half:] not in prompt:
             step = half + 1
         elif is_long_enough and next_chars in prompt:
-            length = _quotation_length(line[position:], prompt)
-            if not kept.endswith("[prompt]"):
-                kept += "[prompt]"
+            length = _measure_quotation(line[position:], prompt)
+            if not result.endswith("[prompt]"):  # overlapping quotations are replaced together
+                result += "[prompt]"
             quotation_end = position + length
-            step = length - MIN_QUOTED_CHARS + 1  # a different quotation may begin inside this one
-        kept += line[max(position, quotation_end) : position + step]  # characters inside a quotation are dropped
+            # A different quotation may overlap with the end of this one, so the last 19 characters are searched too.
+            step = length - MIN_QUOTED_CHARS + 1
+        first_unquoted = max(position, quotation_end)
+        result += line[first_unquoted : position + step]
         position += step
-    return kept
+    return result
 
 
-def _quotation_length(text: str, prompt: str) -> int:
+def _measure_quotation(text: str, prompt: str) -> int:
     """Return the length of the longest beginning of a text that is in the prompt.
 
-    Bisection works, because no longer beginning is in the prompt if a shorter one is not.
+    Bisection works: if a beginning is not in the prompt, no longer one is.
     """
-    return bisect_left(range(len(text)), True, key=lambda length: text[: length + 1] not in prompt)
+    return bisect_left(range(len(text)), True, key=lambda index: text[: index + 1] not in prompt)
 
 
 class ReplyMessage(BaseModel):
@@ -249,7 +254,16 @@ class ModelList(BaseModel):
 
 
 def error_message(content: bytes | bytearray) -> str | None:
-    """Return the message and code of an error reply in one of the usual forms; None if it has no message.
+    """Return the message of an error reply, followed by its code if the code is a text.
+
+    The usual forms are `{"error": {"message": ..., "code": ...}}`, the same without the outer object, `{"error": ...}`
+    with a text, and FastAPI's `{"detail": ...}`.
+
+    Args:
+        content: The body of the reply.
+
+    Returns:
+        The message; None if the body is not JSON in one of these forms.
 
     >>> error_message(b'{"error": {"message": "no such model", "code": "model_not_found"}}')
     'no such model (model_not_found)'
@@ -278,12 +292,13 @@ class ReplyText(NamedTuple):
 
     Attributes:
         text: The text.
-        tops: Each token's text, and the log-probabilities of its candidates. None if the server returned none.
-        mean_logprob: Mean log-probability of the tokens. None if the server returned none.
+        candidates: For each token, its text and the candidates at its position (text -> log-probability). None if the
+            server returned no log-probabilities of tokens in the text.
+        mean_logprob: Mean log-probability of these tokens; None if there are none.
     """
 
     text: str
-    tops: tuple[tuple[str, dict[str, float]], ...] | None
+    candidates: tuple[tuple[str, dict[str, float]], ...] | None
     mean_logprob: float | None
 
 
@@ -295,39 +310,33 @@ def cut_after_stop(choice: Choice, stop: Sequence[str]) -> ReplyText:
         stop: The stop texts.
 
     Returns:
-        The text up to and including the first stop text, or the whole text if it has none. For each token that begins
-        in this text, its candidates with their log-probabilities, and the mean log-probability of these tokens. Both
-        are None if the server returned no log-probabilities.
+        The text up to and including the first stop text, or the whole text if it has none. With it the candidates and
+        the mean log-probability of the tokens that begin in the text, or None and None if there are no such tokens. If
+        the text is empty, these are all tokens that the server returned.
     """
     full_text = choice.message.text
     text = full_text[: find_stop_end(full_text, stop)]
     tokens = choice.tokens or ()
-    tokens_make_up_text = full_text in "".join(token.token for token in tokens)
-    if not tokens_make_up_text:  # the server may log an incomplete text for a part of a character
+    # The tokens may have more text: that of reasoning which the server returns in a field of its own.
+    tokens_contain_text = full_text in "".join(token.token for token in tokens)
+    if not tokens_contain_text:
+        # A token may have only some of the bytes of a character. Its text is then incomplete, but its bytes are not.
         tokens = _decode_token_bytes(tokens)
-    logged_text = "".join(token.token for token in tokens)
-    starts = [0, *accumulate(len(token.token) for token in tokens)]
-    # Servers may also log tokens that are not in the text: those of separate reasoning, and the end of the turn.
-    text_start = _find_text_start(logged_text, full_text, starts)
-    # A request for one token may be answered with the end of the turn. The text is then empty, but the candidates are
-    # needed all the same.
-    is_text_empty = not text
-    kept = []
-    for token, start in zip(tokens, starts, strict=False):  # `starts` also has the end of the last token
-        is_in_text = text_start <= start < text_start + len(text)
-        if is_text_empty or is_in_text:
-            kept.append(token)
-    if not kept:
+    if text:
+        tokens = _select_tokens(tokens, full_text, length=len(text))
+    # With an empty text, all tokens are kept: if one token was requested, it may be the end of the turn, which has no
+    # text, but whose candidates are needed. Tokens of separate reasoning cannot be told apart from it.
+    if not tokens:
         return ReplyText(text, None, None)
-    tops = tuple((token.token, token.candidates) for token in kept)
-    mean_logprob = sum(token.logprob for token in kept) / len(kept)
-    return ReplyText(text, tops, mean_logprob)
+    candidates = tuple((token.token, token.candidates) for token in tokens)
+    mean_logprob = sum(token.logprob for token in tokens) / len(tokens)
+    return ReplyText(text, candidates, mean_logprob)
 
 
 def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
-    """Return the tokens with texts decoded from their bytes, if the server logs those.
+    """Return the tokens with texts decoded from their bytes. A token without bytes keeps its text.
 
-    A character that is split over several tokens belongs to the text of the last one.
+    A character whose bytes are split over several tokens belongs to the text of the last of them.
     """
     decoder = getincrementaldecoder("utf-8")("replace")
     decoded = []
@@ -339,21 +348,41 @@ def _decode_token_bytes(tokens: Iterable[Token]) -> tuple[Token, ...]:
     return tuple(decoded)
 
 
-def _find_text_start(logged_text: str, text: str, starts: Sequence[int]) -> int:
-    """Return where the text begins in the logged text: at the last possible start of a token, or 0 if there is none.
+def _select_tokens(tokens: Sequence[Token], text: str, *, length: int) -> tuple[Token, ...]:
+    """Select the tokens that begin in the first `length` characters of the text.
 
-    Some servers also log the tokens of a reasoning that they return separately, and the token that ends the turn.
+    Some servers also log the tokens of separate reasoning before the text, and the end of the turn after it.
     """
-    for start in reversed(starts):
+    token_starts = []
+    logged_text = ""
+    for token in tokens:
+        token_starts.append(len(logged_text))
+        logged_text += token.token
+    # The text begins with a token. The reasoning may quote it, so it begins where it occurs last. If it does not occur,
+    # the tokens are selected from the first one on, and reading a label from them fails with a reason.
+    text_start = 0
+    for start in reversed(token_starts):
         if logged_text.startswith(text, start):
-            return start
-    return 0
+            text_start = start
+            break
+    selected = []
+    for token, start in zip(tokens, token_starts, strict=True):
+        if text_start <= start < text_start + length:
+            selected.append(token)
+    return tuple(selected)
 
 
 def read_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds to wait before the next request; None if the headers contain no usable time.
+    """Return the seconds to wait before the next request.
 
-    A date is compared with the `Date` header of the reply, or else with the local time.
+    They are a number or the time until a date. A date is compared with the `Date` header of the reply, which does not
+    depend on the local clock, or else with the local time.
+
+    Args:
+        headers: The headers of the reply. Names are looked up in lower case.
+
+    Returns:
+        The seconds; None if the headers name no time in the future.
 
     Example:
         >>> read_retry_after({"retry-after": "20"})

@@ -69,19 +69,24 @@ class TransformersEngine(Engine):
         self._eos = _find_end_tokens(model, tokenizer)
         # Cached, because a prompt is scored soon after its responses are generated.
         self._encode_prompt = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))
-        # Tokens and hidden states of the responses to requests with `keep_states`, until the next call.
-        self._kept: dict[Key | None, tuple[tuple[int, ...], Tensor]] = {}
+        # Tokens and hidden states of the responses to requests with `keep_states`, until the next call of `generate` or
+        # `score`.
+        self._kept: dict[Key, tuple[tuple[int, ...], Tensor]] = {}
 
     @classmethod
     def load(cls, path: str | Path, *, dtype: torch.dtype | str | None = None, batch_size: int = 16) -> Self:
-        """Load a model and its tokenizer.
+        """Load a model and its tokenizer, on the accelerator if there is one.
 
-        An adapter is not merged: in bf16 weights, a small update would be lost to rounding.
+        An adapter is loaded onto its base model, but not merged into it: in bf16 weights, a small update would be lost
+        to rounding. The base model's tokenizer is used if the folder of the adapter has none.
 
         Args:
             path: A checkpoint folder, the folder of a LoRA adapter, or a hub id.
             dtype: Type of the weights, such as `bfloat16`; None means bf16 on an accelerator and fp32 on the CPU.
             batch_size: Number of responses that run at once.
+
+        Returns:
+            The engine. Records name its model as `path`.
 
         Raises:
             DataError: The model cannot be loaded, or the adapter does not name its base model.
@@ -109,14 +114,22 @@ class TransformersEngine(Engine):
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
         """Yield the generations whose keys are not in `done`, batch by batch, longest prompts first.
 
-        The batches depend on the full list of requests, and a batch that is partly done is computed again as a whole. A
+        The batches depend on all requests, done or not, and a batch that is partly done is computed again as a whole. A
         killed run therefore resumes with the same batch shapes and produces exactly the same tokens. States that an
         earlier call kept for `score` are dropped.
+
+        Args:
+            requests: The requests.
+            done: Keys of the requests whose generations are not needed.
+
+        Yields:
+            One generation per request that is not done.
 
         Raises:
             ValueError: A request is repeated or has an empty stop text, or its prompt leaves no room for a token.
         """
         self._kept = {}
+        # The responses to one prompt share a batch, so that the prompt is computed only once.
         responses_by_prompt: dict[tuple[int, ...], list[ResponseInProgress]] = {}
         seen: set[Key] = set()
         for request in requests:
@@ -126,7 +139,9 @@ class TransformersEngine(Engine):
             response = self._begin_response(request)
             responses_by_prompt.setdefault(response.prompt, []).append(response)
         decode = partial(decode_ids, self.tokenizer)
-        equal_lengths = counts_padding(self.network)  # then padding would change the tokens
+        # Some layers cannot ignore padding, so it would change the tokens. For these, all prompts of a batch have the
+        # same length, and no padding is needed.
+        equal_lengths = counts_padding(self.network)
         for batch in pack_batches(responses_by_prompt.values(), self.batch_size, equal_lengths):
             missing = [response for response in batch if response.request.key not in done]
             if not missing:
@@ -134,7 +149,7 @@ class TransformersEngine(Engine):
             decode_responses(self.network, batch, self._eos, decode)
             for response in missing:
                 if response.request.keep_states:
-                    # On the CPU: the states of a large model would fill the device's memory after several batches.
+                    # Moved to the CPU: the states of several batches would fill the memory of an accelerator.
                     states = torch.stack(response.states).cpu()
                     self._kept[response.request.key] = tuple(response.ids), states
                     response.states = []
@@ -170,16 +185,22 @@ class TransformersEngine(Engine):
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order.
 
-        For a context inside a response whose states were kept, only the head runs. Other contexts run in full, those of
-        similar length in the same batch. The kept states are then dropped, so a second call runs such contexts in full.
+        If a context is inside a response whose states were kept, only the head runs on its state. Other contexts run in
+        full, those of similar length in the same batch. The kept states are dropped afterwards.
+
+        Args:
+            contexts: The contexts.
+
+        Returns:
+            The scores of each context.
 
         Raises:
             ValueError: A context is longer than the model allows, or a candidate is not a token id of the model.
         """
-        states: dict[int, Tensor] = {}
-        sequences: dict[int, tuple[int, ...]] = {}
+        states: dict[int, Tensor] = {}  # index of a context -> its kept state
+        sequences: dict[int, tuple[int, ...]] = {}  # index of a context without one -> its tokens
         for index, context in enumerate(contexts):
-            state = self._kept_state(context)
+            state = self._find_kept_state(context)
             if state is not None:
                 states[index] = state
                 continue
@@ -208,9 +229,9 @@ class TransformersEngine(Engine):
         for start in range(0, len(indices), self.batch_size):
             yield indices[start : start + self.batch_size]
 
-    def _kept_state(self, context: Context) -> Tensor | None:
-        """Return the hidden state that predicts the token after a context's prefix, if it was kept."""
-        if context.response not in self._kept:
+    def _find_kept_state(self, context: Context) -> Tensor | None:
+        """Return the hidden state that predicts the token after a context's prefix; None if it was not kept."""
+        if context.response is None or context.response not in self._kept:
             return None
         ids, states = self._kept[context.response]
         length = len(context.prefix)
@@ -229,6 +250,8 @@ def pack_batches(
 ) -> list[list[ResponseInProgress]]:
     """Pack the responses of all prompts into batches, longest prompts first.
 
+    Responses to the same prompt stay together, because the prompt then runs once for all of them.
+
     Args:
         groups: The responses of each prompt. A group is split only if it is larger than a batch.
         batch_size: Maximum number of responses in a batch.
@@ -238,9 +261,9 @@ def pack_batches(
         The batches.
     """
     batches: list[list[ResponseInProgress]] = []
-    for responses in sorted(groups, key=lambda responses: -len(responses[0].prompt)):
-        for start in range(0, len(responses), batch_size):
-            chunk = responses[start : start + batch_size]
+    for group in sorted(groups, key=lambda responses: -len(responses[0].prompt)):
+        for start in range(0, len(group), batch_size):
+            chunk = group[start : start + batch_size]
             if not batches or not _fits_batch(batches[-1], chunk, batch_size, equal_lengths):
                 batches.append([])
             batches[-1] += chunk
@@ -265,27 +288,28 @@ def score_candidates(logits: Tensor, candidates: Sequence[tuple[int, ...]]) -> l
         candidates: Token ids to score in each row.
 
     Returns:
-        The scores of each row. Its log-sum-exp is relative to its largest logit divided by the temperature.
+        The scores of each row: the log-probabilities at temperature 1 in the order of the candidates, and for every tau
+        the value of `logsumexp(logits / tau) - max(logits) / tau`.
 
     Raises:
         ValueError: A candidate is negative or not below V.
     """
-    vocabulary = logits.shape[-1]
+    vocabulary_size = logits.shape[-1]
     for ids in candidates:
         for token in ids:
-            if not 0 <= token < vocabulary:
-                raise ValueError(f"candidates {ids}: expected token ids below {vocabulary}")
+            if not 0 <= token < vocabulary_size:
+                raise ValueError(f"candidates {ids}: expected token ids below {vocabulary_size}")
     shifted = logits - logits.amax(dim=-1, keepdim=True)
-    logsumexps = []
+    values_by_tau = []  # (B,) for each tau
     for tau in TAU_GRID:
-        logsumexps.append((shifted / tau).exp_().sum(dim=-1).log_())
-    grids = torch.stack(logsumexps, dim=-1).tolist()
+        values_by_tau.append((shifted / tau).exp_().sum(dim=-1).log_())  # in place, since `shifted / tau` is large
+    values_by_row = torch.stack(values_by_tau, dim=-1).tolist()
     logprobs = shifted - shifted.logsumexp(dim=-1, keepdim=True)
     tau_names = [str(tau) for tau in TAU_GRID]
     scores = []
-    for row, ids, grid in zip(logprobs, candidates, grids, strict=True):
-        candidate_logprobs = tuple(row[list(ids)].tolist())
-        logsumexp = dict(zip(tau_names, grid, strict=True))
+    for row_logprobs, ids, values in zip(logprobs, candidates, values_by_row, strict=True):
+        candidate_logprobs = tuple(row_logprobs[list(ids)].tolist())
+        logsumexp = dict(zip(tau_names, values, strict=True))
         scores.append(Scores(logprobs=candidate_logprobs, logsumexp=logsumexp))
     return scores
 

@@ -86,6 +86,12 @@ class VLLMEngine(Engine):
 def sampling_parameters(request: Request) -> dict[str, Any]:
     """Return vLLM's sampling parameters for a request.
 
+    Args:
+        request: The request.
+
+    Returns:
+        Keyword arguments of `vllm.SamplingParams`.
+
     Raises:
         ValueError: The temperature is higher than vLLM allows.
     """
@@ -112,16 +118,19 @@ def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -
         output: The `RequestOutput`.
         tokenizer: The model's tokenizer.
         model: Name of the model that is stored with the response.
+
+    Returns:
+        The generation. Its mean log-probability is None without tokens.
     """
     response = output.outputs[0]
     ids = list(response.token_ids)
-    # A model may have end tokens besides the tokenizer's; `stop_reason` is then the id of the one that was drawn. It is
-    # the stop text if the response ended at one.
+    # A model may have end tokens besides the tokenizer's. If one of these was drawn, `stop_reason` is its id. If the
+    # response ended at a stop text, `stop_reason` is that text, which equals no id.
     if ids and ids[-1] in (tokenizer.eos_token_id, response.stop_reason):
         ids.pop()
     text = decode_ids(tokenizer, ids)
     logprobs = []
-    # The end token that was dropped has a log-probability too, at the end.
+    # Not strict: after the others, `response.logprobs` may have an entry for the end token that was dropped.
     for token, candidates in zip(ids, response.logprobs or (), strict=False):
         logprobs.append(candidates[token].logprob)
     return Generation(
@@ -138,9 +147,14 @@ def read_generation(request: Request, output: Any, tokenizer: Any, model: str) -
 
 
 def read_row(output: Any, vocabulary: int) -> Tensor:
-    """Read the log-probabilities of the whole vocabulary at the single generated position, (V,) in float64.
+    """Read the log-probabilities of the whole vocabulary at the single generated position.
 
-    vLLM's `FlatLogprobs` lists the drawn token twice: first, and again among all tokens.
+    Args:
+        output: A `RequestOutput` of vLLM for one token, with all log-probabilities.
+        vocabulary: Size V of the vocabulary.
+
+    Returns:
+        The log-probability of every token id, (V,) in float64.
 
     Raises:
         ValueError: The log-probability of a token is missing.
@@ -148,6 +162,7 @@ def read_row(output: Any, vocabulary: int) -> Tensor:
     flat = output.outputs[0].logprobs
     row = np.full(vocabulary, np.nan)
     if flat is not None:
+        # vLLM's `FlatLogprobs` lists the drawn token twice, with the same value: first, and again among all tokens.
         row[np.asarray(flat.token_ids, dtype=np.int64)] = flat.logprobs
     missing = int(np.isnan(row).sum())
     if missing:

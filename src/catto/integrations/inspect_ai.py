@@ -50,26 +50,29 @@ def read_scores(scores: Sequence[SampleScore]) -> InspectAnswers:
     Args:
         scores: Scores with `confidence` in their metadata, such as those of `choice_with_confidence`.
 
+    Returns:
+        The answers, in the order of the scores.
+
     Raises:
         ValueError: A score has no confidence, or its value means neither right nor wrong.
     """
-    to_float = value_to_float()
+    to_float = value_to_float()  # inspect_ai's conversion: "C" is 1.0 and "I" is 0.0
     confidence = []
     correct = []
     for item in scores:
-        stated = (item.score.metadata or {}).get("confidence")
-        if stated is None:
+        stored_confidence = (item.score.metadata or {}).get("confidence")
+        if stored_confidence is None:
             raise ValueError(
                 f"sample {item.sample_id}: its score has no metadata.confidence; "
                 "use the scorer catto/choice_with_confidence, or store a confidence there"
             )
         value = to_float(item.score.value)
-        if value not in (0.0, 1.0):
+        if value not in (0.0, 1.0):  # such as the mean over several epochs
             raise ValueError(
                 f"sample {item.sample_id}: expected a right or a wrong answer, got {value}; "
                 "with several epochs, run `catto measure` on the log"
             )
-        confidence.append(float(stated))
+        confidence.append(float(stored_confidence))
         correct.append(value == 1.0)
     return InspectAnswers(np.array(confidence, dtype=np.float64), np.array(correct, dtype=np.bool_))
 
@@ -126,10 +129,13 @@ def report_auroc() -> Metric:
 def choice_with_confidence() -> Scorer:
     """Grade a multiple-choice answer as inspect_ai's `choice()` does, and read its confidence.
 
-    The confidence is the probability of the token where the answer's letter begins, read as in `catto measure`. The
-    evaluation must run with `--logprobs`; `--top-logprobs 20` makes the log-probabilities of all letters available.
+    The confidence is the probability of the token where the answer's letter begins. `catto measure` reads the same
+    value from a log. The evaluation must run with `--logprobs`; `--top-logprobs 20` makes the log-probabilities of all
+    letters available.
 
-    The metadata of the score gets `confidence`, `source`, and `label_logprobs` if every letter has a log-probability.
+    Returns:
+        The scorer. It adds `confidence`, `source` and, if every letter has a log-probability, `label_logprobs` to the
+        metadata of each score.
     """
     grade_choice = choice()
 
@@ -159,26 +165,39 @@ def read_choice_confidence(state: TaskState) -> dict[str, Any]:
     logprobs = replies[0].logprobs if replies else None
     if logprobs is None or not logprobs.content:
         raise ValueError("choice_with_confidence needs log-probabilities: run with --logprobs --top-logprobs 20")
-    letters = []
-    chosen = []
-    # The solver may have shuffled the choices: the letters that the model saw differ from those of the sample.
-    letter_in_sample = {}
-    for number, option in enumerate(state.choices):
-        letter = letter_of(number)
-        letters.append(letter)
-        letter_in_sample[letter] = letter_of(option.original_position)
-        if option.correct:  # despite its name, this means that the model chose the option
-            chosen.append(letter)
-    if len(chosen) > 1:
+    letters = _read_letters(state)
+    if len(letters.chosen) > 1:
         raise ValueError("choice_with_confidence needs a single answer, but the model chose several")
+    chosen_letter = letters.chosen[0] if letters.chosen else None
     tokens = [token.model_dump() for token in logprobs.content]
-    chosen_letter = chosen[0] if chosen else None
-    reading = read_reply_tokens(tokens, replies[0].message.text, letters, chosen_letter)
+    reading = read_reply_tokens(tokens, replies[0].message.text, list(letters.in_sample), chosen_letter)
 
     metadata = {"confidence": reading["confidence"], "source": reading["source"]}
     if "label_logprobs" in reading:
-        logprob_by_letter = reading["label_logprobs"]
-        metadata["label_logprobs"] = {
-            letter_in_sample[letter]: logprob for letter, logprob in logprob_by_letter.items()
-        }
+        label_logprobs = {}
+        for letter, logprob in reading["label_logprobs"].items():
+            label_logprobs[letters.in_sample[letter]] = logprob
+        metadata["label_logprobs"] = label_logprobs
     return metadata
+
+
+class _Letters(NamedTuple):
+    """The letters of the options of a sample.
+
+    Attributes:
+        in_sample: Letter that the model saw -> letter in the sample. They differ if the solver shuffled the options.
+        chosen: The letters that the model chose, as it saw them; usually one, or none if it gave no answer.
+    """
+
+    in_sample: dict[str, str]
+    chosen: list[str]
+
+
+def _read_letters(state: TaskState) -> _Letters:
+    letters = _Letters({}, [])
+    for number, option in enumerate(state.choices):
+        letter = letter_of(number)
+        letters.in_sample[letter] = letter_of(option.original_position)
+        if option.correct:  # despite its name, this means that the model chose the option
+            letters.chosen.append(letter)
+    return letters

@@ -125,9 +125,15 @@ class HarnessLog:
 def read_log(results: Path, *, length_normalised: bool = False) -> HarnessLog:
     """Read the log of a run: every task, and every group with the pooled answers of its tasks.
 
+    A task that cannot be measured, because it generates text for example, is left out. A group of fewer than two
+    measured tasks is left out too, because it would only repeat the task.
+
     Args:
         results: The file `results_DATE.json`. The files of samples are next to it.
         length_normalised: Whether log-likelihoods are divided by the length of their choice, as in `acc_norm`.
+
+    Returns:
+        The groups and the tasks, with one line for each task that is left out.
     """
     names = ColumnNames(format="lm-eval", length_normalised=length_normalised)
     document = json.loads(results.read_text(encoding="utf-8"))
@@ -140,16 +146,18 @@ def read_log(results: Path, *, length_normalised: bool = False) -> HarnessLog:
             tasks[task] = HarnessAnswers(task, {task: path}, read_graded(path, names))
         except DataError as error:
             problems.append(f"{task} is left out: {error}")
-    parts = []
-    for group in document.get("group_subtasks", {}):
-        members = []
-        for task in list_group_tasks(document["group_subtasks"], group):
-            if task in tasks:
-                members.append(tasks[task])
+    subtasks = document.get("group_subtasks", {})
+    groups = []
+    for group in subtasks:
+        members = [tasks[task] for task in list_group_tasks(subtasks, group) if task in tasks]
         if len(members) > 1:
-            parts.append(pool_answers(group, members, results))
-    parts += tasks.values()
-    return HarnessLog(model=make_model_name(document), names=names, parts=tuple(parts), problems=tuple(problems))
+            groups.append(pool_answers(group, members, results))
+    return HarnessLog(
+        model=make_model_name(document),
+        names=names,
+        parts=(*groups, *tasks.values()),
+        problems=tuple(problems),
+    )
 
 
 def list_group_tasks(subtasks: Mapping[str, Sequence[str]], group: str) -> list[str]:
@@ -170,8 +178,11 @@ def pool_answers(group: str, members: Sequence[HarnessAnswers], source: Path) ->
 
     Args:
         group: Name of the group.
-        members: The tasks of the group.
+        members: The tasks of the group, at least one.
         source: The file that error messages name.
+
+    Returns:
+        The answers of the group, in the order of its tasks. Question ids start with the name of the task.
     """
     questions: list[str] = []
     for member in members:
@@ -206,29 +217,34 @@ def make_model_name(document: Mapping[str, Any]) -> str:
 def make_page_name(name: str) -> str:
     """Return a name that a page accepts.
 
-    Characters other than letters, digits and ._- become _. A name that is too long is cut and ends in a digest of the
-    whole name, which keeps it unique.
+    Characters other than letters, digits and ._- become _. A name of more than 64 characters is cut and ends in a
+    digest of the whole name, so that two names with the same beginning stay different.
 
     >>> make_page_name("mmlu::stem")
     'mmlu__stem'
     """
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)
-    if plain == name and len(name) <= MAX_NAME_LENGTH:
-        return name
-    if len(plain) <= MAX_NAME_LENGTH:
-        return plain
+    page_name = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    if len(page_name) <= MAX_NAME_LENGTH:
+        return page_name
     digest = sha256(name.encode()).hexdigest()[:8]
     ending = f"-{digest}"
-    return plain[: MAX_NAME_LENGTH - len(ending)] + ending
+    return page_name[: MAX_NAME_LENGTH - len(ending)] + ending
 
 
 def list_page_rows(log: HarnessLog) -> Iterator[dict[str, Any]]:
     """Yield a row for each answer, in a form that `catto report` reads.
 
     All tasks of a group are reported as one task. Otherwise the page would show their average instead of the group.
+
+    Args:
+        log: The log of a run. Its files of samples are read again, for the texts and labels.
+
+    Yields:
+        The fields of an answer: `question`, `task`, `confidence`, `correct`, and those of `OPTIONAL_COLUMNS` that its
+        file has.
     """
     for part in log.outer_parts:
-        index = 0
+        index = 0  # of the answer in the group, whose answers follow the order of its tasks
         for task, path in part.tasks.items():
             for _, fields in read_answers(path, log.names):
                 row = {
@@ -279,12 +295,14 @@ def process_label(doc: Mapping[str, Any], results: Sequence[tuple[float, bool]])
 def grade_choices(results: Sequence[tuple[float, bool]], gold: int) -> dict[str, Any]:
     """Return the metrics of one document.
 
-    `acc` and `brier` are numbers. `ece` and `auroc` are computed from all documents together, so their values are the
-    pair (confidence, is correct) that `aggregate_ece` and `aggregate_auroc` receive.
-
     Args:
-        results: (log-likelihood, is greedy) of each choice.
+        results: (log-likelihood, is greedy) of each choice. Whether greedy decoding gives the choice is not used.
         gold: Index of the right choice.
+
+    Returns:
+        Metric -> its value for this document. `acc` and `brier` are numbers. `ece` and `auroc` are computed from all
+        documents together, so their values are the pair (confidence, is correct), from which `aggregate_ece` and
+        `aggregate_auroc` compute the metric.
 
     >>> from math import log
     >>> graded = grade_choices([(log(0.2), False), (log(0.6), True)], gold=1)

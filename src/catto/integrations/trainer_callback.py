@@ -28,10 +28,10 @@ from catto.training.monitor import MonitoredTrainer
 
 logger = logging.getLogger(__name__)
 
-MEASURED = ("accuracy", "mean_confidence", "ece", "brier")
+LOGGED_METRICS = ("accuracy", "mean_confidence", "ece", "brier")
 PREFIX = "eval_reliability_"
-# Enough for the band in a figure; more draws would slow down every evaluation during training.
-NULL_DRAWS = 200
+# Number of simulated runs for the null band: enough for a figure. More would slow down every evaluation.
+NULL_BAND_RESAMPLES = 200
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,14 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
         self.max_tokens = max_tokens
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Answer the questions, add the numbers to the metrics of the evaluation, and log numbers and diagram."""
+        """Answer the questions, add the numbers to the metrics of the evaluation, and log numbers and diagram.
+
+        Args:
+            args: The `TrainingArguments`.
+            state: The `TrainerState`.
+            control: The `TrainerControl`, which is not used.
+            kwargs: `model`, and `metrics`, the dict of the evaluation's metrics, to which the numbers are added.
+        """
         predictions = evaluate_model(
             kwargs["model"],
             self.tokenizer,
@@ -105,17 +112,17 @@ class ReliabilityCallback(TrainerCallback):  # type: ignore[misc]
             reasoning=self.reasoning,
             max_tokens=self.max_tokens,
         )
-        record = make_log(
-            gather_logged_answers(predictions), step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir)
-        )
-        named = record.with_prefix(PREFIX)
+        answers = gather_logged_answers(predictions)
+        record = make_log(answers, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
+        numbers = record.with_prefix(PREFIX)
         metrics = kwargs.get("metrics")
         if metrics is not None:
-            metrics.update(named)
+            metrics.update(numbers)
         if not state.is_world_process_zero:
             return
-        state.log_history.append({**named, "step": state.global_step})
-        logger.info("step %d: %s", state.global_step, named)
+        # The Trainer has logged the metrics of this evaluation before this event, so the numbers are added here.
+        state.log_history.append({**numbers, "step": state.global_step})
+        logger.info("step %d: %s", state.global_step, numbers)
         send_to_trackers(record, args.report_to)
 
 
@@ -139,12 +146,12 @@ class ValidationReliability(TrainerCallback):  # type: ignore[misc]
         """Log numbers and diagram once per step, although this event occurs after every evaluation dataset."""
         if not state.is_world_process_zero or state.global_step == self.logged_step:
             return
-        answers = self.trainer.validation_answers
-        if answers is None:
+        validation_answers = self.trainer.validation_answers
+        if validation_answers is None:
             return
         self.logged_step = state.global_step
-        measured = LoggedAnswers(answers.confidence, answers.correct, None)
-        record = make_log(measured, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
+        answers = LoggedAnswers(validation_answers.confidence, validation_answers.correct, sources=None)
+        record = make_log(answers, step=state.global_step, bins=self.bins, output_dir=Path(args.output_dir))
         send_to_trackers(record, args.report_to)
 
 
@@ -175,17 +182,28 @@ def make_log(answers: LoggedAnswers, *, step: int, bins: int, output_dir: Path) 
     Args:
         answers: At least one answer.
         step: Number of optimizer steps so far.
-        bins: Number of bins.
+        bins: Number of bins for the ECE and the diagram.
         output_dir: The trainer's output folder.
+
+    Returns:
+        The figure and the numbers: `LOGGED_METRICS`, and `fallback_rate` if the answers had to be parsed.
     """
-    settings = MeasureSettings(MEASURED, bins=bins, resamples=NULL_DRAWS)
-    results = measure_runs([Answers(None, answers.confidence, answers.correct)], settings)
-    numbers = {name: float(results[name].interval.value) for name in MEASURED}
+    settings = MeasureSettings(LOGGED_METRICS, bins=bins, resamples=NULL_BAND_RESAMPLES)
+    run = Answers(question=None, confidence=answers.confidence, correct=answers.correct)
+    results = measure_runs([run], settings)
+    numbers = {}
+    for name in LOGGED_METRICS:
+        numbers[name] = float(results[name].interval.value)
     if answers.sources is not None:
         numbers["fallback_rate"] = answers.sources.share("fallback")
-    diagram = reliability(answers.confidence, answers.correct, bins)
-    panel = Panel(f"Step {step}", diagram, results["ece"].null, answers.sources)
-    return ReliabilityLog(step=step, numbers=numbers, figure=draw_panel(panel), output_dir=output_dir)
+    panel = Panel(
+        title=f"Step {step}",
+        bins=reliability(answers.confidence, answers.correct, bins),
+        null=results["ece"].null,
+        sources=answers.sources,
+    )
+    figure = draw_panel(panel)
+    return ReliabilityLog(step=step, numbers=numbers, figure=figure, output_dir=output_dir)
 
 
 def draw_panel(panel: Panel) -> Figure:

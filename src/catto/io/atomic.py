@@ -26,6 +26,12 @@ BUSY = "another run is writing here"
 def replace_file(path: Path) -> Iterator[IO[str]]:
     """Write a UTF-8 text file atomically. Newlines are not translated.
 
+    Yields:
+        An open file, which replaces `path` on a clean exit.
+
+    Raises:
+        DataError: The file cannot be written.
+
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "a.txt"
     >>> with replace_file(path) as file:
@@ -39,7 +45,7 @@ def replace_file(path: Path) -> Iterator[IO[str]]:
         text = io.TextIOWrapper(raw, encoding="utf-8", newline="")
         yield text
         text.flush()
-        text.detach()
+        text.detach()  # otherwise the wrapper would close `raw`, which `replace_binary_file` closes
 
 
 def write_text(path: Path, text: str) -> None:
@@ -77,23 +83,30 @@ def build_folder(folder: Path) -> Iterator[Path]:
 def _write_then_rename(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, where the caller creates a file or a folder; then rename it to `path`.
 
-    Before the rename, everything is flushed to disk. After an error, the temporary file or folder is deleted. The
-    hidden name is cut to 100 bytes, short enough for every file system. A stage deletes leftover `.*.part` files when
-    it is published.
+    Before the rename, everything is flushed to disk. After an error, the temporary file or folder is deleted. If the
+    process is killed, it is left behind, and a stage deletes leftover `.*.part` files when it is published.
+
+    Yields:
+        The temporary path. Nothing exists there yet.
+
+    Raises:
+        DataError: Something cannot be written.
     """
+    # With the process id and the suffix, 100 bytes of the name are short enough for every file system.
     name = path.name.encode(errors="ignore")[:100].decode(errors="ignore")
     temporary = path.with_name(f".{name}.{os.getpid()}.part")
     with write_errors_at(path, temporary):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same id
+            # A killed process that had the same id may have left a folder. A file would simply be overwritten.
+            shutil.rmtree(temporary, ignore_errors=True)
             yield temporary
             for written in (*sorted(temporary.rglob("*")), temporary):
                 _sync(written)
             if path.is_dir():  # unlike a file, a folder that is not empty cannot be replaced by a rename
                 shutil.rmtree(path)
             temporary.replace(path)
-        finally:
+        finally:  # after the rename, there is nothing left to delete
             shutil.rmtree(temporary, ignore_errors=True)
             with suppress(OSError):  # the first error is the one to report
                 temporary.unlink(missing_ok=True)
@@ -157,24 +170,25 @@ def hold_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def lock_open_file(file: IO[bytes], place: Path) -> None:
-    """Lock an open file for this process until it is closed.
+def lock_open_file(file: IO[bytes], shown_path: Path) -> None:
+    """Lock an open file for this process until it is closed. Another process's lock is not waited for.
 
     Args:
         file: The file.
-        place: The path that an error names.
+        shown_path: The path that an error names.
 
     Raises:
         DataError: Another process holds the lock, or the file system does not support locks.
     """
-    import fcntl
+    import fcntl  # not available on Windows
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise DataError(place, None, BUSY) from None
-        raise DataError(place, None, f"cannot be locked: {error.strerror}") from None
+        is_held_by_other = error.errno in (errno.EWOULDBLOCK, errno.EACCES)  # which one depends on the system
+        if is_held_by_other:
+            raise DataError(shown_path, None, BUSY) from None
+        raise DataError(shown_path, None, f"cannot be locked: {error.strerror}") from None
 
 
 class Seal(NamedTuple):
@@ -188,8 +202,8 @@ def seal_folder(folder: Path, excluded: frozenset[str] = frozenset()) -> dict[st
     """Record size and hash of every file in a folder, so that `find_damage` can detect changes.
 
     Args:
-        folder: The folder.
-        excluded: Paths relative to the folder of files that may change later.
+        folder: The folder. Its subfolders are included.
+        excluded: The files that may change later and get no seal, as paths relative to the folder.
 
     Returns:
         The seal of each file, by its path relative to the folder.
@@ -203,12 +217,15 @@ def seal_folder(folder: Path, excluded: frozenset[str] = frozenset()) -> dict[st
 
 
 def find_damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str | None:
-    """Say what is wrong with the first damaged file of a folder; return None if all files are intact.
+    """Describe the first file of a folder that is missing or differs from its seal.
 
     Args:
         folder: The folder.
-        seals: What `seal_folder` returned.
+        seals: The seals that `seal_folder` returned. Files without a seal are ignored.
         contents: Whether to read the files and compare their hashes too; sizes are always compared.
+
+    Returns:
+        The damage, such as `rows.jsonl is missing`; None if all files are intact.
     """
     for name, seal in seals.items():
         path = folder / name

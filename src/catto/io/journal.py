@@ -51,7 +51,7 @@ class Journal(Generic[S]):
         manifest: Identifies the run; the files of a run with a different `recipe_hash` are refused.
         keys: The keys of all the outcomes that the run will store, in the order of the published file.
         refused: The file in which the refusals are published.
-        other: The error message for a file that a different run wrote.
+        other_run_error: The error message for a file that a different run wrote.
 
     Attributes:
         places: The position of the line of every stored key, in file order.
@@ -62,7 +62,8 @@ class Journal(Generic[S]):
     >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
     >>> run, keys = Manifest(kind="responses", counts={}, recipe_hash="abc"), [("q", 0), ("q", 1)]
     >>> def journal() -> Journal[Response]:
-    ...     return Journal(path, Response, run, keys, refused=path.with_name("refused.jsonl"), other="other run")
+    ...     refused = path.with_name("refused.jsonl")
+    ...     return Journal(path, Response, run, keys, refused=refused, other_run_error="other run")
     >>> with journal() as started:  # killed after its first record
     ...     _ = started.append(Response(question="q", sample=0, text="A", correct=True, model="m"))
     >>> with journal() as resumed:
@@ -75,14 +76,21 @@ class Journal(Generic[S]):
     """
 
     def __init__(
-        self, path: Path, kind: type[S], manifest: Manifest, keys: Iterable[Key] = (), *, refused: Path, other: str
+        self,
+        path: Path,
+        kind: type[S],
+        manifest: Manifest,
+        keys: Iterable[Key] = (),
+        *,
+        refused: Path,
+        other_run_error: str,
     ) -> None:
         self.path = path
         self.kind: type[S] = kind
         self.manifest = manifest
         self.keys = dict.fromkeys(keys)
         self.refused_path = refused
-        self.other = other
+        self.other_run_error = other_run_error
         self.part = journal_path(path)
         self.places: dict[Key, LineSpan] = {}
         self.refused: dict[Key, Refusal] = {}
@@ -93,23 +101,27 @@ class Journal(Generic[S]):
         if not manifest_path(self.path).exists():
             return False
         if read_manifest(self.path).recipe_hash != self.manifest.recipe_hash:
-            raise DataError(self.path, None, self.other)
+            raise DataError(self.path, None, self.other_run_error)
         return self.path.exists()
 
     def read(self) -> None:
-        """Validate and index the stored lines; write nothing. Raise DataError if a different run stored records."""
+        """Validate and index the stored lines; write nothing.
+
+        Raises:
+            DataError: A line is invalid, repeated or about an unknown key, or a different run stored records.
+        """
         self.places = {}
         self.refused = {}
         self._end = 0
-        if not self.part.exists() or not self.part.stat().st_size:
+        if not self.part.exists() or self.part.stat().st_size == 0:
             return
         if not manifest_path(self.part).exists():
             raise DataError(self.part, None, _NO_MANIFEST)
         if read_manifest(self.part).recipe_hash != self.manifest.recipe_hash:
             has_records = any(not line.is_refusal for line in _whole_lines(self.part))
             if has_records:
-                raise DataError(self.part, None, self.other)
-            return  # the journal has refusals alone: discard them and start anew
+                raise DataError(self.part, None, self.other_run_error)
+            return  # no record is lost: the refusals of the other run are not indexed, so `__enter__` cuts them off
         for line in _whole_lines(self.part):
             self._read_line(line)
 
@@ -128,11 +140,15 @@ class Journal(Generic[S]):
         return key in self.places and key not in self.refused
 
     def __enter__(self) -> Self:
-        """Lock the journal, read it and cut off an incomplete last line; or start a new one."""
+        """Lock the journal, read it and cut off an incomplete last line; or start a new one.
+
+        Raises:
+            DataError: Another process holds the lock, or the files belong to a different run or are invalid.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_half_published = self.path.exists() and not manifest_path(self.path).exists()
         if is_half_published:
-            if not manifest_path(self.part).exists():
+            if not manifest_path(self.part).exists():  # nothing shows that this run wrote the file
                 raise DataError(self.path, None, _NO_MANIFEST)
             if not self.part.exists():
                 self.path.rename(self.part)
@@ -143,7 +159,7 @@ class Journal(Generic[S]):
             self._file.truncate(self._end)
             if not self._end:
                 write_manifest(self.part, self.manifest)
-        except BaseException:
+        except BaseException:  # even an interrupt: `__exit__` is not called if this method raises
             self._file.close()
             raise
         return self
@@ -152,11 +168,11 @@ class Journal(Generic[S]):
         self._file.close()
 
     def append(self, *outcomes: S | Refusal, sync: bool = False) -> list[S | Refusal]:
-        """Store outcomes. Once this returns, a killed process does not lose them.
+        """Store outcomes. Once this returns, they are not lost if the process is killed.
 
         Args:
-            outcomes: An outcome replaces an older refusal with the same key.
-            sync: Whether to flush to disk, so that a power cut does not lose them either.
+            outcomes: The records and refusals. They replace older refusals with the same keys.
+            sync: Whether to flush to disk, so that they are not lost in a power cut either.
 
         Returns:
             The outcomes as stored: one that is too long to be read back becomes a refusal.
@@ -199,8 +215,8 @@ class Journal(Generic[S]):
             self.refused[outcome.key] = outcome
         self._end += length
 
-    def cut(self, count: int) -> None:
-        """Drop all but the first `count` stored outcomes."""
+    def keep_first(self, count: int) -> None:
+        """Drop all but the first `count` stored outcomes, in file order."""
         for key in list(self.places)[count:]:
             span = self.places.pop(key)
             self._end = min(self._end, span.offset)
@@ -217,9 +233,12 @@ class Journal(Generic[S]):
                     yield self.kind.model_validate_json(_read_span(file, self.places[key]))
 
     def publish(self, manifest: Manifest) -> None:
-        """Write the refusals to their own file, the records in the order of the keys, then the manifest.
+        """Write the refusals to their own file, then the records in the order of the keys, then the manifest.
 
         If the process is killed in between, the journal is still there and the next run publishes again.
+
+        Args:
+            manifest: The manifest of the published file.
         """
         refused = [self.refused[key] for key in self.keys if key in self.refused]
         if refused:
@@ -241,8 +260,10 @@ class Journal(Generic[S]):
     def reopen(self, *, refusals: bool) -> None:
         """Turn a published file back into a journal, or rewrite a journal that is not published.
 
+        This object must not be open then.
+
         Args:
-            refusals: Whether to keep the refusals; otherwise the refused requests are sent again.
+            refusals: Whether to keep the refusals; otherwise the next run sends the refused requests again.
         """
         is_published = manifest_path(self.path).exists()
         sources = [self.path, self.refused_path] if is_published else [self.part]
@@ -255,7 +276,7 @@ class Journal(Generic[S]):
                         file.write(line.line)
         if is_published:
             write_manifest(self.part, read_manifest(self.path))
-        manifest_path(self.path).unlink(missing_ok=True)
+        manifest_path(self.path).unlink(missing_ok=True)  # without it, the file is not published
 
 
 def journal_path(path: Path) -> Path:

@@ -37,8 +37,11 @@ TOO_MANY_ROWS = f"has more than {MAX_ROWS:,} rows"
 def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the rows of an open Parquet file.
 
+    Every size is checked before the memory is needed: the pages before Arrow decodes any, and the texts of a batch
+    before they become Python objects.
+
     Args:
-        path: The name of the file, for errors.
+        path: The path of the file, for its size and for errors.
         file: The open file, which must be seekable.
 
     Yields:
@@ -56,23 +59,23 @@ def read_parquet(path: Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, A
     number = 0
     try:
         plain = parquet.ParquetFile(file)  # only for its schema, in which texts are texts
-        # The rows are read from `table`: its texts are references to a dictionary until `_expanded_bytes` has counted
-        # their bytes.
+        # The rows are read from `table`: its texts are references to a dictionary until `_count_expanded_bytes` has
+        # counted their bytes.
         table = parquet.ParquetFile(file, read_dictionary=_list_text_columns(plain.schema), pre_buffer=False)
-        _check_names(path, table.schema_arrow.names)
+        _refuse_repeated_names(path, table.schema_arrow.names)
         if table.metadata.num_rows > MAX_ROWS:
             raise DataError(path, None, TOO_MANY_ROWS)
         _check_pages(path, file, table)
-        for batch in table.iter_batches(batch_size=_count_batch_rows(plain.schema)):
-            for part in _split_batch(path, number, batch):
-                expanded_bytes += _expanded_bytes(part)
+        for batch in table.iter_batches(batch_size=_choose_batch_rows(plain.schema)):
+            for small_batch in _split_batch(path, number, batch):
+                expanded_bytes += _count_expanded_bytes(small_batch)
                 if expanded_bytes > expanded_limit:
                     megabytes = expanded_limit // 2**20
                     raise DataError(path, None, f"expands to more than {megabytes:,} MB from {file_bytes:,} bytes")
-                for fields in _make_rows(part, plain.schema_arrow):
+                for fields in _make_rows(small_batch, plain.schema_arrow):
                     number += 1
                     yield number, fields
-    except (arrow.ArrowException, MemoryError) as error:
+    except (arrow.ArrowException, MemoryError) as error:  # MemoryError: a damaged file may claim any size
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(path, None, f"not Parquet: {reason}") from None
 
@@ -87,7 +90,7 @@ def _list_text_columns(schema: Any) -> list[str]:
     return paths
 
 
-def _check_names(path: Path, names: list[str]) -> None:
+def _refuse_repeated_names(path: Path, names: list[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
             raise DataError(path, None, f"column {name!r} occurs twice")
@@ -103,20 +106,29 @@ def _make_rows(batch: Any, schema: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _count_batch_rows(schema: Any) -> int:
+def _choose_batch_rows(schema: Any) -> int:
     """Return the number of rows to read per batch: fewer if a column has long values of a fixed length."""
-    longest = 1
+    longest_value = 1
     for index in range(len(schema)):
-        longest = max(longest, schema.column(index).length or 0)
-    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // longest))
+        longest_value = max(longest_value, schema.column(index).length or 0)  # 0 for values of any length
+    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // longest_value))
 
 
 # ---- texts ----------------------------------------------------------------------------------------------------------
 
 
 def _split_batch(path: Path, rows_before: int, batch: Any) -> Iterator[Any]:
-    """Yield a batch, or its halves if it is too large. Raise DataError for a single row that is too large."""
-    size = _expanded_bytes(batch)
+    """Yield a batch, or the halves of a batch that is too large, which may be split again.
+
+    Args:
+        path: The file, for errors.
+        rows_before: Number of rows of the file before the batch, for errors.
+        batch: The batch.
+
+    Raises:
+        DataError: A single row is too large.
+    """
+    size = _count_expanded_bytes(batch)
     if size <= MAX_ROW_BYTES:
         yield batch
         return
@@ -127,13 +139,16 @@ def _split_batch(path: Path, rows_before: int, batch: Any) -> Iterator[Any]:
     yield from _split_batch(path, rows_before + half, batch.slice(half))
 
 
-def _expanded_bytes(batch: Any) -> int:
+def _count_expanded_bytes(batch: Any) -> int:
     """Return the bytes of a batch with every reference to a dictionary replaced by its text."""
-    return sum(_array_bytes(column) for column in batch.columns)
+    return sum(_count_array_bytes(column) for column in batch.columns)
 
 
-def _array_bytes(array: Any) -> int:
-    """Return the bytes of one column, or of the values within its lists, maps and structs."""
+def _count_array_bytes(array: Any) -> int:
+    """Return the bytes of a column with every reference to a dictionary replaced by its text.
+
+    Lists, maps and structs are entered. A number in a dictionary and the reference to a list count as 8 bytes each.
+    """
     from pyarrow import compute, types
 
     kind = array.type
@@ -141,15 +156,18 @@ def _array_bytes(array: Any) -> int:
         if types.is_primitive(kind.value_type):
             return 8 * len(array)
         lengths = compute.binary_length(array.dictionary).take(array.indices)
-        return compute.sum(lengths.cast("int64")).as_py() or 0
+        total = compute.sum(lengths.cast("int64")).as_py()
+        return total or 0  # None if there are no texts, or only nulls
     if types.is_map(kind):
+        # Unlike those of `flatten`, the keys and items of a slice are those of the whole array.
         first = array.offsets[0].as_py()
         count = array.offsets[-1].as_py() - first
-        return _array_bytes(array.keys.slice(first, count)) + _array_bytes(array.items.slice(first, count))
+        key_bytes = _count_array_bytes(array.keys.slice(first, count))
+        return key_bytes + _count_array_bytes(array.items.slice(first, count))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return 8 * len(array) + _array_bytes(array.flatten())
+        return 8 * len(array) + _count_array_bytes(array.flatten())
     if types.is_struct(kind):
-        return sum(_array_bytes(field) for field in array.flatten())
+        return sum(_count_array_bytes(field) for field in array.flatten())
     return int(array.nbytes)
 
 
@@ -175,6 +193,14 @@ def _check_pages(path: Path, file: IO[bytes], table: Any) -> None:
 
     Arrow unpacks one page of every column of a row group at the same time, so the sum of the largest pages is limited.
     It may also keep all values in the lists of a row group in memory, so their number is limited too.
+
+    Args:
+        path: The path of the file, for errors.
+        file: The open file.
+        table: The `ParquetFile`.
+
+    Raises:
+        DataError: A limit is exceeded, or the header of a page is damaged.
     """
     for group_number in range(table.metadata.num_row_groups):
         group = table.metadata.row_group(group_number)
@@ -182,8 +208,8 @@ def _check_pages(path: Path, file: IO[bytes], table: Any) -> None:
         list_values = 0
         for column_number in range(group.num_columns):
             column = group.column(column_number)
-            start = column.data_page_offset  # of the first data page; a dictionary page comes before it
-            if column.has_dictionary_page and column.dictionary_page_offset:
+            start = column.data_page_offset  # of the first data page
+            if column.has_dictionary_page and column.dictionary_page_offset:  # a dictionary page comes before it
                 start = min(start, column.dictionary_page_offset)
             in_lists = table.schema.column(column_number).max_repetition_level > 0
             largest_page = 0
@@ -200,7 +226,11 @@ def _check_pages(path: Path, file: IO[bytes], table: Any) -> None:
 
 
 def _read_page_headers(path: Path, file: IO[bytes], start: int, end: int) -> Iterator[PageHeader]:
-    """Yield the headers of the pages between two offsets of the file."""
+    """Yield the headers of the pages between two offsets of the file.
+
+    Raises:
+        DataError: A header is damaged: it cannot be read, or a size is missing or negative.
+    """
     position = start
     while position < end:
         file.seek(position)
@@ -210,7 +240,7 @@ def _read_page_headers(path: Path, file: IO[bytes], start: int, end: int) -> Ite
         if min(unpacked_bytes, packed_bytes) < 0:
             raise DataError(path, None, DAMAGED)
         values = 0
-        for field_number in _HEADERS_BY_KIND:
+        for field_number in _HEADERS_BY_KIND:  # a page has one of these headers
             header = fields.get(field_number, {})
             values = max(values, header.get(_VALUE_COUNT, 0))
         yield PageHeader(packed_bytes, unpacked_bytes, values)
@@ -226,27 +256,42 @@ _VALUE_COUNT = 1  # within each of these
 # Page headers are written in Thrift's compact protocol. These of its types occur in them.
 _TRUE, _FALSE, _BYTE, _INT16, _INT32, _INT64, _DOUBLE, _BINARY = range(1, 9)
 _STRUCT = 12
+# Page headers are at most three structs deep. In a damaged file, structs could nest until Python's stack overflows.
 _MAX_DEPTH = 8
 
 
 def _read_struct(path: Path, file: IO[bytes], depth: int = 0) -> dict[int, Any]:
-    """Read a Thrift struct and return the value of each field by its number. Texts and doubles are skipped.
+    """Read a Thrift struct. Texts and doubles are skipped, because no size is one.
 
     The low four bits of a field's first byte are its type. The high four bits are the difference between its number and
     that of the previous field; 0 means that the number itself follows. A zero byte ends the struct.
+
+    Args:
+        path: The path of the file, for errors.
+        file: The open file, at the beginning of the struct; afterwards at its end.
+        depth: Number of structs that contain this one.
+
+    Returns:
+        Number of a field -> its value.
+
+    Raises:
+        DataError: The struct is damaged.
     """
     if depth > _MAX_DEPTH:
         raise DataError(path, None, DAMAGED)
     fields: dict[int, Any] = {}
     number = 0
     while True:
-        start = _read_byte(path, file)
-        if start == 0:
+        first_byte = _read_byte(path, file)
+        if first_byte == 0:
             return fields
-        step = start >> 4
-        kind = start & 15
-        number = number + step if step else _read_int(path, file)
-        if kind in (_TRUE, _FALSE):
+        number_difference = first_byte >> 4
+        kind = first_byte & 15
+        if number_difference == 0:
+            number = _read_int(path, file)
+        else:
+            number += number_difference
+        if kind in (_TRUE, _FALSE):  # the type is the value
             fields[number] = kind == _TRUE
         elif kind == _BYTE:
             fields[number] = _read_byte(path, file)

@@ -20,7 +20,14 @@ R = TypeVar("R", bound=Record)
 
 
 def read_records(path: Path, kind: type[R]) -> Iterator[R]:
-    """Yield the validated records of a file. A DataError names the file, the row and the field.
+    """Yield the validated records of a file.
+
+    Args:
+        path: A file of JSON lines, which may have blank lines.
+        kind: The class of its records.
+
+    Raises:
+        DataError: The file cannot be read, or a line is not a record. It names the file, the row and the field.
 
     >>> import tempfile
     >>> from catto.records import Message
@@ -32,7 +39,7 @@ def read_records(path: Path, kind: type[R]) -> Iterator[R]:
     """
     for row, line in read_lines(path):
         record = _parse_own_line(line, kind)
-        if record is None:
+        if record is None:  # a line that another program wrote, or a bad one
             value = parse_object(path, row, line)
             with data_errors_at(path, row, value):
                 record = kind.model_validate(value)

@@ -17,8 +17,8 @@ from typing import Any
 from catto.errors import DataError, join_names, parse_json, shorten_text
 from catto.io.parquet_rows import MAX_ROWS, TOO_MANY_ROWS, read_parquet
 from catto.io.text_files import (
+    MAX_JSON_BYTES,
     MAX_LINE_BYTES,
-    MOST_JSON_BYTES,
     SUFFIXES,
     find_suffix,
     iterate_lines,
@@ -67,8 +67,15 @@ def _read_json_lines(path: Path) -> Rows:
 
 
 def _read_json_rows(path: Path) -> Rows:
-    """Yield the rows of a .json file: a list, JSON lines, an inspect_ai log, or a layout that pandas writes."""
-    text = read_text(path, MOST_JSON_BYTES)
+    """Yield the rows of a .json file: a list, JSON lines, an inspect_ai log, or a layout that pandas writes.
+
+    Yields:
+        The number of the row, counted from 1, and its fields by name.
+
+    Raises:
+        DataError: The file holds none of these, or a row is not an object.
+    """
+    text = read_text(path, MAX_JSON_BYTES)
     if _holds_json_lines(text):
         del text  # free the memory while the lines are read
         yield from _read_json_lines(path)
@@ -96,12 +103,21 @@ def _holds_json_lines(text: str) -> bool:
 
 
 def _find_rows(path: Path, value: Any) -> list[Any]:
-    """Return the rows in the value of a JSON file. Raise DataError if there are none or the rows are ambiguous."""
+    """Find the rows in the value of a JSON file.
+
+    An object has them in its field `data` or `samples`, or is itself an object of columns.
+
+    Returns:
+        The rows, which need not be objects yet.
+
+    Raises:
+        DataError: There are no rows, it is unclear where they are, or the file is the log of an unfinished run.
+    """
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
         raise DataError(path, None, EXPECTED_ROWS)
-    if isinstance(value.get("samples"), list):
+    if isinstance(value.get("samples"), list):  # this may be an inspect_ai log
         check_finished(path, value)
     columns = value.get("columns")
     table = value.get("data")
@@ -155,18 +171,26 @@ def _rows_of_columns(path: Path, table: dict[str, list[Any]]) -> list[Any]:
 def _rows_of_nested_object(path: Path, table: dict[str, dict[str, Any]]) -> list[Any]:
     """Return the rows of an object of objects, as pandas writes it with orient="columns" or orient="index".
 
-    Either the outer or the inner keys are row names. They must be numbers, as pandas writes them for a table without an
-    index, and the column names must not: otherwise the two cannot be told apart.
+    The keys at one level are row names, and those at the other level are column names. Row names must be numbers, as
+    pandas writes them for a table without an index, and column names must not be numbers. Otherwise it is unclear which
+    are which.
+
+    Args:
+        path: The file, for errors.
+        table: `{"x": {"0": 1, "1": 2}}` with orient="columns", or `{"0": {"x": 1}, "1": {"x": 2}}` with orient="index".
+
+    Returns:
+        The fields of each row, such as `[{"x": 1}, {"x": 2}]` for both examples.
 
     Raises:
-        DataError: Both levels of keys are numbers or neither is, or the columns differ in their rows.
+        DataError: The keys at both levels are numbers or neither are, or the columns differ in their rows.
     """
     outer_are_numbers = all(name.isdecimal() for name in table)
     inner_are_numbers = True
     for entry in table.values():
         if not all(name.isdecimal() for name in entry):
             inner_are_numbers = False
-    if outer_are_numbers == inner_are_numbers:
+    if outer_are_numbers == inner_are_numbers:  # both or neither
         problem = "an object of objects: cannot tell whether the outer or the inner keys name the rows"
         hint = 'with pandas, write orient="records", lines=True to a .jsonl file'
         raise DataError(path, None, f"{problem}; {hint}")
@@ -174,12 +198,12 @@ def _rows_of_nested_object(path: Path, table: dict[str, dict[str, Any]]) -> list
         return list(table.values())
     # orient="columns"
     first_column = next(iter(table))
-    index = list(table[first_column])
+    row_names = list(table[first_column])
     for name, column in table.items():
-        if list(column) != index:
+        if list(column) != row_names:
             raise DataError(path, None, f"{name}: expected the same rows as in {first_column}")
     rows = []
-    for row_name in index:
+    for row_name in row_names:
         rows.append({name: column[row_name] for name, column in table.items()})
     return rows
 
@@ -216,21 +240,25 @@ def _read_csv(path: Path, names: tuple[str, ...] | None) -> Rows:
 
     Yields:
         The number of the row, counted from 1 without the header and blank lines, and its cells by column.
+
+    Raises:
+        DataError: The file is not CSV, a column name is repeated, or a row has the wrong number of cells.
     """
     lines = (line for _, line in iterate_lines(path, "line"))
     first_line = next((line for line in lines if line.strip()), "")  # blank lines before it are skipped
-    if names is None and first_line.startswith(('{"', "[{")):
+    has_header = names is None
+    if has_header and first_line.startswith(('{"', "[{")):
         raise DataError(path, None, "contains JSON, not CSV: JSON lines must be named .jsonl, a JSON list .json")
-    delimiter = _find_delimiter(path, first_line, has_header=names is None)
-    csv.field_size_limit(MAX_LINE_BYTES)
+    delimiter = _find_delimiter(path, first_line, has_header=has_header)
+    csv.field_size_limit(MAX_LINE_BYTES)  # the default is 128 kB, and a response may be longer
     number = 0
     try:
         for values in csv.reader(chain([first_line], lines), delimiter=delimiter, strict=True):
-            if names is None:
+            if names is None:  # this is the header
                 names = tuple(value.strip() for value in values)
                 _refuse_duplicates(path, names)
                 continue
-            if not values:
+            if not values:  # a blank line
                 continue
             number += 1
             if len(values) != len(names):
@@ -264,7 +292,7 @@ def _decimal_comma_hint(values: Sequence[str], delimiter: str) -> str:
 def read_hub(
     error_source: str, problem: str, name: str, split: str, config: str | None = None, revision: str | None = None
 ) -> Any:
-    """Return the rows of a dataset on the Hub.
+    """Load a split of a dataset on the Hub.
 
     Args:
         error_source: The file or setting that an error names.
@@ -273,6 +301,9 @@ def read_hub(
         split: Its split.
         config: Its configuration; None is the default one.
         revision: Its revision; None is the newest.
+
+    Returns:
+        The `datasets.Dataset`, an iterable of rows.
 
     Raises:
         DataError: `datasets` is not installed, or the dataset cannot be loaded.
@@ -302,8 +333,12 @@ def read_plain_table(path: Path) -> Any | None:
     A file is simple if it is CSV without quotes, or JSON lines of flat objects with the same keys and no nulls. The
     cells of a CSV file are read as texts. A file that `read_rows` would refuse or read differently is never simple.
 
+    Args:
+        path: The file; its suffix names the format.
+
     Returns:
-        The table, without nulls; None for any file that must be read with `read_rows`.
+        The table, without nulls. None for any file that must be read with `read_rows`, because it is small, not simple,
+        too large or of a different format.
     """
     suffix = find_suffix(path)
     if suffix not in (".jsonl", ".ndjson", ".csv"):
@@ -311,11 +346,13 @@ def read_plain_table(path: Path) -> Any | None:
     if not path.is_file() or path.stat().st_size < MIN_TABLE_BYTES:
         return None
     with open_input(path) as file:
-        data = file.read(MOST_JSON_BYTES + 1)
+        data = file.read(MAX_JSON_BYTES + 1)  # one more than allowed, to see whether the file is larger
+    if len(data) > MAX_JSON_BYTES:
+        return None
     # Arrow and `read_rows` may treat these differently.
     has_byte_order_mark = data.startswith(b"\xef\xbb\xbf")
     has_control_bytes = b"\0" in data or b"\r" in data
-    if len(data) > MOST_JSON_BYTES or has_byte_order_mark or has_control_bytes:
+    if has_byte_order_mark or has_control_bytes:
         return None
 
     import pyarrow as arrow
@@ -334,18 +371,19 @@ def read_plain_table(path: Path) -> Any | None:
 
 
 def _parse_json_table(data: bytes) -> Any | None:
-    """Return JSON lines as a table; None if they are not simple, as `read_plain_table` defines it."""
+    """Return JSON lines as a table; None unless they are flat objects with the same keys, one per line."""
     import pyarrow as arrow
     from pyarrow import compute, json
 
     # One flat object per line: as many opening and closing braces as lines, and at every line break an object ends and
-    # the next one begins.
+    # the next one begins. Nested objects and texts with braces have more braces, so `read_rows` must read them.
     rows = data.count(b"{")
     lines = data.count(b"\n")
-    if not data.endswith(b"\n"):
+    if not data.endswith(b"\n"):  # the last line
         lines += 1
+    objects_at_line_breaks = data.count(b"}\n{") + 1
     is_complete = data.startswith(b"{") and data.endswith((b"}", b"}\n"))
-    one_object_per_line = rows == data.count(b"}") == lines == data.count(b"}\n{") + 1
+    one_object_per_line = rows == data.count(b"}") == lines == objects_at_line_breaks
     if not is_complete or not one_object_per_line:
         return None
     table = json.read_json(arrow.py_buffer(data), read_options=json.ReadOptions(use_threads=False))
@@ -355,14 +393,15 @@ def _parse_json_table(data: bytes) -> Any | None:
         if arrow.types.is_floating(column.type) and not compute.all(compute.is_finite(column)).as_py():
             # Arrow reads a whole number with too many digits as infinity; `read_rows` may refuse it.
             return None
-    # Every key ends in a quote and a colon. If there are as many of these as cells, no key is repeated.
-    if table.num_rows != rows or data.count(b'":') != rows * table.num_columns:
+    # Every key ends in a quote and a colon. If there are as many of these as cells, no key is repeated or missing.
+    cells = rows * table.num_columns
+    if table.num_rows != rows or data.count(b'":') != cells:
         return None
     return table
 
 
 def _parse_csv_table(data: bytes) -> Any | None:
-    """Return a CSV file as a table of texts; None if it is not simple, as `read_plain_table` defines it."""
+    """Return a CSV file as a table of texts; None if it has quotes or a header that `read_rows` reads differently."""
     import pyarrow as arrow
     from pyarrow import csv as arrow_csv
 
@@ -375,8 +414,9 @@ def _parse_csv_table(data: bytes) -> Any | None:
     has_repeated_name = len(set(names)) < len(names)
     if has_quotes or is_padded or has_other_separator or holds_json or has_repeated_name:
         return None
-    options = arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()), strings_can_be_null=False)
+    all_texts = dict.fromkeys(names, arrow.string())
+    options = arrow_csv.ConvertOptions(column_types=all_texts, strings_can_be_null=False)
     table = arrow_csv.read_csv(arrow.py_buffer(data), arrow_csv.ReadOptions(use_threads=False), convert_options=options)
-    if table.column_names != names:
+    if table.column_names != names:  # blank lines before the header, for example
         return None
     return table

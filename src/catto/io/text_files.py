@@ -15,9 +15,9 @@ from catto.errors import DataError, parse_json
 # One record is a question or a response of a few kilobytes; a longer line is a broken or foreign file.
 MAX_LINE_BYTES = 16 * 2**20
 # A JSON file is kept in memory, decompressed, as a whole; larger data belong in JSON lines.
-MOST_JSON_BYTES = 2**29
+MAX_JSON_BYTES = 2**29
 # Maximum number of values in such a file: an empty list takes three bytes of text but sixty of memory.
-MOST_JSON_VALUES = 2**25
+MAX_JSON_VALUES = 2**25
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
@@ -36,7 +36,7 @@ def find_suffix(path: Path) -> str:
 
 @contextmanager
 def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
-    """Open a regular file; raise a DataError if it cannot be read.
+    """Open a regular file, and decompress it if its name ends in `.gz`.
 
     Args:
         path: The file.
@@ -44,12 +44,15 @@ def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
 
     Yields:
         The open file.
+
+    Raises:
+        DataError: The file cannot be opened, or reading it inside the `with` block fails.
     """
     try:
         _require_regular_file(path)
         decompress = path.suffix == ".gz" and not plain
         file: Any = gzip.open(path, "rb") if decompress else path.open("rb")  # noqa: SIM115 (closed below)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not a regular file, or a NUL character in the path
         raise DataError(path, None, getattr(error, "strerror", None) or str(error)) from None
     with file:
         try:
@@ -70,12 +73,15 @@ def _require_regular_file(path: Path) -> None:
 
 
 def iterate_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of every line, including its line break.
+    """Yield every line of a file with its number.
 
     Args:
         path: The file.
-        unit: What errors call the number. In a CSV file it is a line: quoted fields may contain line breaks, so lines
-            are not rows.
+        unit: What an error calls the line. In JSON lines, every line is a row. In a CSV file it is not: quoted fields
+            may contain line breaks.
+
+    Yields:
+        The number, counted from 1, and the text of the line, including its line break.
 
     Raises:
         DataError: The file cannot be read, or a line is too long or not UTF-8 text.
@@ -90,7 +96,7 @@ def iterate_lines(path: Path, unit: Literal["row", "line"] = "row") -> Iterator[
             try:
                 text = _decode_line(line, is_first=number == 1)
             except ValueError as error:
-                if unit == "row":
+                if unit == "row":  # a DataError names a row itself
                     raise DataError(path, number, str(error)) from None
                 raise DataError(path, None, f"line {number}: {error}") from None
             yield number, text
@@ -115,21 +121,21 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             yield row, text
 
 
-def read_text(path: Path, most: int = MAX_LINE_BYTES) -> str:
-    """Return the text of a small file. Raise DataError for a file of more than `most` bytes."""
+def read_text(path: Path, max_bytes: int = MAX_LINE_BYTES) -> str:
+    """Return the text of a small file. Raise DataError for a file of more than `max_bytes` bytes."""
     with open_input(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise DataError(path, None, f"larger than {most / 2**20:g} MB")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise DataError(path, None, f"larger than {max_bytes / 2**20:g} MB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(path, None, f"not UTF-8 at byte {error.start}") from None
 
 
-def read_json(path: Path, most: int = MAX_LINE_BYTES) -> Any:
-    """Return the value of a JSON file."""
-    return parse_json_text(path, read_text(path, most))
+def read_json(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Any:
+    """Return the value of a JSON file. Raise DataError if it is invalid or larger than `max_bytes` bytes."""
+    return parse_json_text(path, read_text(path, max_bytes))
 
 
 def parse_json_text(path: Path, text: str) -> Any:
@@ -150,12 +156,21 @@ def check_value_count(path: Path, row: int | None, text: str) -> None:
         return
     # Every value follows a comma or an opening bracket.
     values = text.count(",") + text.count("[") + text.count("{")
-    if values > MOST_JSON_VALUES:
-        raise DataError(path, row, f"has more than {MOST_JSON_VALUES:,} values: write JSON lines")
+    if values > MAX_JSON_VALUES:
+        raise DataError(path, row, f"has more than {MAX_JSON_VALUES:,} values: write JSON lines")
 
 
 def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
-    """Parse one line of JSON lines. If the first line looks like a different format, the DataError says so."""
+    """Parse one line of JSON lines.
+
+    Args:
+        path: The file, for errors.
+        row: The number of the line, counted from 1, for errors.
+        line: The text of the line.
+
+    Raises:
+        DataError: The line is not a JSON object. For the first line, the message also says how files must be named.
+    """
     try:
         value = parse_json(line)
         if isinstance(value, dict):
@@ -164,8 +179,8 @@ def parse_object(path: Path, row: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         problem = str(error)
     if row == 1 and not line.startswith("{"):
-        has_other_suffix = find_suffix(path) in (".json", ".csv", ".tsv", ".parquet")
-        if has_other_suffix:
+        names_other_format = find_suffix(path) in (".json", ".csv", ".tsv", ".parquet")
+        if names_other_format:
             problem += "; only JSON lines are read here"
         else:
             problem += "; JSON lists must be named .json and CSV named .csv"

@@ -157,7 +157,7 @@ class ChosenAnswer(NamedTuple):
             calibrator cannot be applied.
         calibrator: The calibrator; None if there is none for this protocol.
         calibrated: The predictions of all samples, with calibrated confidences if possible.
-        uncalibrated_reason: Why the calibrator cannot be applied; None if it can, or if there is none.
+        uncalibrated_reason: Why the calibrator cannot be applied; None if it can be applied, or if there is none.
     """
 
     final: FinalAnswer
@@ -192,25 +192,31 @@ class Answerer:
     threshold: RiskThreshold | None
     abstention: str
 
-    async def answer(self, asked: AnswerRequest) -> GatewayAnswer:
-        """Sample until the choice is final, choose, calibrate, and compare with the threshold.
+    async def answer(self, client_request: AnswerRequest) -> GatewayAnswer:
+        """Sample until no further sample can change the choice, then choose, calibrate and compare with the threshold.
+
+        Args:
+            client_request: The client's request.
+
+        Returns:
+            The reply to the client: the answer, or an abstention.
 
         Raises:
-            FaultError: The upstream fails; if several samples fail, the first failure is reported. The code is 400 if
-                `_take_sample` cannot read a confidence that the rule needs: a choice among the other samples would
-                favour the labels that can be read. It is also 400 if the rule needs a value that no sample has.
+            FaultError: The upstream fails, or the confidence of a sample cannot be read although the rule needs it: a
+                choice among the other samples would favour the labels that can be read. Also if the rule needs a value
+                that no sample has. If several samples fail, the first failure is reported.
         """
         samples: list[Sample] = []
         while True:
-            missing = self._count_missing_samples(asked.protocol, samples)
+            missing = self._count_missing_samples(client_request.protocol, samples)
             if missing == 0:
-                return self._compose_answer(asked, samples)
-            first_number = len(samples)
+                return self._compose_answer(client_request, samples)
+            next_number = len(samples)
             tasks = []
             try:
                 async with asyncio.TaskGroup() as group:
-                    for number in range(first_number, first_number + missing):
-                        tasks.append(group.create_task(self._take_sample(asked, number)))
+                    for number in range(next_number, next_number + missing):
+                        tasks.append(group.create_task(self._take_sample(client_request, number)))
             except ExceptionGroup as faults:
                 # The first fault cancels the other samples, so it is all that the client needs to know.
                 raise faults.exceptions[0] from None
@@ -239,40 +245,44 @@ class Answerer:
         except ValueError as error:
             return predictions, str(error)
 
-    async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
+    async def _take_sample(self, client_request: AnswerRequest, number: int) -> Sample:
         """Take one sample. Replies are read in a thread, so that the event loop can continue to serve.
 
+        Args:
+            client_request: The client's request.
+            number: The number of the sample, counted from 0.
+
         Raises:
-            FaultError: The upstream fails, or `_make_sample` needs a confidence that cannot be read.
+            FaultError: The upstream fails, or the rule needs a confidence that cannot be read.
         """
-        request = self._make_request(asked, number, stop=STOP)
-        reply = await self.engine.ask(self.client, request)
-        case = Case(asked.question, asked.messages, reply)
+        upstream_request = self._make_upstream_request(client_request, number, stop=STOP)
+        response = await self.engine.ask(self.client, upstream_request)
+        case = Case(client_request.question, client_request.messages, response)
         answer, continuation_request = await run_in_thread(self._read_response, case)
-        replies = [reply]
+        replies = [response]
         if continuation_request is not None:
             continuation = await self.engine.ask(self.client, continuation_request)
             answer = await run_in_thread(read_reply, case, continuation)
             replies.append(continuation)
-        return await run_in_thread(self._make_sample, asked, request, replies, answer)
+        return await run_in_thread(self._make_sample, client_request, upstream_request, replies, answer)
 
-    def _make_request(self, asked: AnswerRequest, number: int, *, stop: tuple[str, ...]) -> Request:
+    def _make_upstream_request(self, client_request: AnswerRequest, number: int, *, stop: tuple[str, ...]) -> Request:
         """Make the upstream request for the response of sample `number`."""
         return Request(
-            question=asked.question.id,
+            question=client_request.question.id,
             sample=number,
-            messages=asked.messages,
-            temperature=asked.protocol.temperature,
-            seed=request_seed(asked.seed, "", number),
-            max_tokens=asked.max_tokens,
+            messages=client_request.messages,
+            temperature=client_request.protocol.temperature,
+            seed=request_seed(client_request.seed, "", number),
+            max_tokens=client_request.max_tokens,
             stop=stop,
         )
 
     def _read_response(self, case: Case) -> tuple[Answer | Refusal, Request | None]:
-        """Return the answer in a response, and a second request if one is needed.
+        """Return the answer in a response, and the request for its continuation; None if no continuation is made.
 
-        The request continues a response without an answer, or asks for the probabilities of all labels if the
-        calibrator uses them. It is None if neither is needed or the upstream cannot continue responses.
+        A response without an answer is continued to get one. A response with an answer is continued if the calibrator
+        needs the probabilities of all labels and some are unknown. Nothing is continued if the upstream cannot do so.
         """
         answer = read_reply(case)
         reads_all_labels = self.fitted is not None and self.fitted.on == "labels"
@@ -281,85 +291,88 @@ class Answerer:
         return answer, None
 
     def _make_sample(
-        self, asked: AnswerRequest, request: Request, replies: list[Generation], answer: Answer | Refusal
+        self,
+        client_request: AnswerRequest,
+        upstream_request: Request,
+        replies: list[Generation],
+        answer: Answer | Refusal,
     ) -> Sample:
-        """Make a sample from what was read.
+        """Make a sample from the replies and the answer that was read from them.
 
         Args:
-            asked: The client's request.
-            request: The upstream request that gave the response.
+            client_request: The client's request.
+            upstream_request: The upstream request that gave the response.
             replies: The response, and its continuation if there is one.
             answer: The answer read from them; a refusal if the log-probability of the label cannot be read.
 
         Raises:
             FaultError: The confidence cannot be read, and the rule is not the majority vote, which does not need it.
         """
-        unreadable = None
         response = replies[0]
+        unreadable = None
         if isinstance(answer, Refusal):
             unreadable = answer.refused
-            if asked.protocol.rule != MAJORITY:
+            if client_request.protocol.rule != MAJORITY:
                 raise make_unreadable_fault(unreadable)
-            parsed = parse_answer(response.text, asked.question)
-            source = parsed.source or "free"  # a prediction without a label needs a source too
-            answer = Answer(parsed.label, source, confidence=0.0, label_logprobs=None, logsumexp=None)
-        is_complete = find_stop_end(response.text, STOP) is not None
-        if is_complete:  # only text after the answer can have been cut
+            answer = _read_label_only(response, client_request.question)
+        has_closed_answer = find_stop_end(response.text, STOP) is not None
+        if has_closed_answer:  # even if max_tokens was reached, only text after the answer was cut
             response = response.model_copy(update={"finish_reason": "stop"})
-        # The right answer to a served question is unknown. An empty gold label equals no answer.
         prediction = Prediction(
-            question=asked.question.id,
+            question=client_request.question.id,
             task="served",
             split="test",
-            gold="",
+            gold="",  # unknown; no label is empty, so the prediction never counts as correct
             **describe_answer(response, answer),
-            temperature=request.temperature,
-            seed=request.seed,
+            temperature=upstream_request.temperature,
+            seed=upstream_request.seed,
             engine=self.engine.name,
         )
         return Sample(prediction, (response, *replies[1:]), unreadable)
 
-    def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
-        """Choose among the samples by the rule, and report what is known about the choice.
+    def _compose_answer(self, client_request: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
+        """Choose among the samples by the rule, and compose the reply with what is known about the choice.
 
         Raises:
             FaultError: The rule needs a value that no sample has.
         """
         threshold = self.threshold
-        chosen = self._choose_answer(asked.protocol, samples)
+        chosen = self._choose_answer(client_request.protocol, samples)
         abstains = False
-        if threshold is not None:
+        if threshold is not None:  # an answer without a confidence counts as below the threshold
             abstains = chosen.confidence is None or chosen.confidence < threshold.threshold
-        caveats = self._list_caveats(asked, samples)
+        caveats = self._list_caveats(client_request, samples)
         guarantee = None
-        if threshold is not None and threshold.protocol == asked.protocol and not caveats:
+        if threshold is not None and threshold.protocol == client_request.protocol and not caveats:
             guarantee = threshold.promise
-        reasons = [*_list_reasons(asked, chosen), *caveats]
+        reasons = [*_list_reasons(client_request, chosen), *caveats]
         calibrator = chosen.calibrator
-        about = {
+        reply_fields = {
             "confidence": chosen.confidence,
             "confidence_raw": chosen.sample.raw_confidence,
             **chosen.final.model_dump(include={"label", "answer", "votes", "source"}),
             "k": len(samples),
-            "rule": asked.protocol.rule,
+            "rule": client_request.protocol.rule,
             "calibrator": {"name": calibrator.calibrator.kind, "n": calibrator.rows} if calibrator else None,
             "threshold": threshold.threshold if threshold else None,
             "guarantee": guarantee,
             "abstained": abstains,
             "reason": "; ".join(reasons) or None,
         }
-        if asked.return_candidates:
-            about["candidates"] = _describe_candidates(samples, chosen)
+        if client_request.return_candidates:
+            reply_fields["candidates"] = _describe_candidates(samples, chosen)
         usage = _count_usage(samples)
         if abstains:
-            return GatewayAnswer(self.abstention, "stop", usage, about)
+            return GatewayAnswer(self.abstention, "stop", usage, reply_fields)
         finish_reason = "stop"  # a forced label is complete even if the response was cut
         if not chosen.sample.is_forced:
             finish_reason = chosen.sample.replies[0].finish_reason or "stop"
-        return GatewayAnswer(chosen.sample.shown_text, finish_reason, usage, about)
+        return GatewayAnswer(chosen.sample.shown_text, finish_reason, usage, reply_fields)
 
     def _choose_answer(self, protocol: Protocol, samples: list[Sample]) -> ChosenAnswer:
         """Choose among the samples by the rule, and calibrate the confidence.
+
+        If the calibrator cannot be applied, the choice is made by raw confidences and no confidence is returned.
 
         Raises:
             FaultError: The rule needs a value that no sample has.
@@ -372,11 +385,11 @@ class Answerer:
         if is_for_other_protocol:
             fitted = None
             uncalibrated_reason = OTHER_PROTOCOL
-        applied = None if uncalibrated_reason else fitted
+        applicable = None if uncalibrated_reason else fitted
         # All samples have been taken, so the choice is made as with a fixed k.
         fixed_protocol = protocol.model_copy(update={"k": len(samples), "stop": None})
         try:
-            (final,) = final_answers(predictions, fixed_protocol, applied)
+            (final,) = final_answers(predictions, fixed_protocol, applicable)  # `samples` are of one question
         except ValueError as error:
             raise FaultError(str(error), is_retryable=False, code=400) from None
         confidence = None
@@ -391,31 +404,42 @@ class Answerer:
             uncalibrated_reason=uncalibrated_reason,
         )
 
-    def _list_caveats(self, asked: AnswerRequest, samples: list[Sample]) -> list[str]:
-        """List the reasons why the guarantee of a threshold does not cover this answer, each of them once."""
+    def _list_caveats(self, client_request: AnswerRequest, samples: list[Sample]) -> list[str]:
+        """List the reasons why a guarantee does not cover this answer, each of them once.
+
+        Unreadable confidences and cut responses are listed even without a threshold.
+        """
         threshold = self.threshold
         caveats = [sample.unreadable for sample in samples if sample.unreadable is not None]
         for sample in samples:
-            if sample.replies[0].finish_reason == "length":
+            response = sample.replies[0]
+            if response.finish_reason == "length":
                 caveats.append(CUT)
             if threshold is not None:
-                threshold_models = threshold.models or (self.engine.model,)  # its file may not name any
+                threshold_models = threshold.models or (self.engine.model,)  # its file may name no models
                 is_other_model = any(reply.model not in threshold_models for reply in sample.replies)
                 if is_other_model:
                     caveats.append(OTHER_MODEL)
         is_fitted = threshold is not None or self.fitted is not None
-        if asked.has_other_labels and is_fitted:
+        if client_request.has_other_labels and is_fitted:
             caveats.append(OTHER_LABELS)
         return list(dict.fromkeys(caveats))
 
 
-def _list_reasons(asked: AnswerRequest, chosen: ChosenAnswer) -> list[str]:
+def _read_label_only(response: Generation, question: ServedQuestion) -> Answer:
+    """Read the label of a response whose log-probabilities cannot be read. Its confidence is 0."""
+    parsed = parse_answer(response.text, question)
+    source = parsed.source or "free"  # a prediction needs a source even without a label
+    return Answer(parsed.label, source, confidence=0.0, label_logprobs=None, logsumexp=None)
+
+
+def _list_reasons(client_request: AnswerRequest, chosen: ChosenAnswer) -> list[str]:
     """List what is unusual about the chosen answer: it is uncalibrated, it is missing, or its label was forced."""
     reasons = []
     if chosen.uncalibrated_reason:
         reasons.append(chosen.uncalibrated_reason)
     if chosen.final.choice is None:
-        reasons.append(NO_LABEL if asked.question.options else NO_ANSWER_STATED)
+        reasons.append(NO_LABEL if client_request.question.options else NO_ANSWER_STATED)
     elif chosen.sample.is_forced:
         reasons.append(FORCED)
     return reasons

@@ -61,6 +61,12 @@ class FeedbackLog:
         model: The served model.
         calibrator: Digest of the calibrator; None without one.
         promise: What the gateway promises about its answers; None if it promises nothing.
+
+    Attributes:
+        pending_path: The file of the answers without feedback; None without a log.
+        alarm: The evidence that the promise is broken.
+        pending: Id -> JSON of each answer that waits for feedback, oldest first. JSON takes a fifth of a row's memory.
+        graded: The last answers with feedback.
     """
 
     def __init__(
@@ -74,16 +80,17 @@ class FeedbackLog:
         self.calibrator = calibrator
         self.promise = promise
         self.alarm = ErrorRateAlarm()
-        self.pending: OrderedDict[str, str] = OrderedDict()  # id -> JSON, which takes a fifth of a row's memory
+        self.pending: OrderedDict[str, str] = OrderedDict()
         self.graded: deque[LogRow] = deque(maxlen=ROLLING_ANSWERS)
         for row in _read_rows(self.pending_path):
             self._add_pending(row)
         for row in _read_rows(self.path):
+            # An answer stays in the pending file when it gets feedback, since rows are only appended.
             self.pending.pop(row.id, None)
             self.graded.append(row)
-            self._watch_promise(row)
+            self._update_alarm(row)
 
-    def _watch_promise(self, row: LogRow) -> float | None:
+    def _update_alarm(self, row: LogRow) -> float | None:
         """Update the alarm with a graded answer; return the evidence, or None if no promise covers the answer."""
         promise = self.promise
         if promise is None or row.correct is None:
@@ -100,17 +107,23 @@ class FeedbackLog:
         if len(self.pending) > MAX_PENDING_ANSWERS:
             self.pending.popitem(last=False)
 
-    def add_answer(self, answer_id: str, about: Mapping[str, Any], protocol: Protocol) -> None:
-        """Store an answer that has a confidence; `about` is its `catto` object."""
-        if about["confidence"] is None:
+    def add_answer(self, answer_id: str, reply_fields: Mapping[str, Any], protocol: Protocol) -> None:
+        """Store an answer until it gets feedback. An answer without a confidence is not stored.
+
+        Args:
+            answer_id: Id of the answer.
+            reply_fields: Its `catto` object.
+            protocol: How the answer was obtained.
+        """
+        if reply_fields["confidence"] is None:
             return
-        fields = {name: about[name] for name in LOGGED_FIELDS}
+        fields = {name: reply_fields[name] for name in LOGGED_FIELDS}
         made_by: dict[str, Any] = {
             "model": self.model,
             "calibrator": self.calibrator,
             "protocol": protocol.model_dump(),
         }
-        if self.promise is not None and self.promise.covers(about):
+        if self.promise is not None and self.promise.covers(reply_fields):
             made_by["promise"] = self.promise.digest
         row = LogRow.model_validate({"id": answer_id, "time": int(time.time()), **made_by, **fields})
         self._add_pending(row)
@@ -123,7 +136,7 @@ class FeedbackLog:
             return False
         was_raised = self.alarm.is_raised
         row = LogRow.model_validate_json(pending).model_copy(update={"correct": correct})
-        row = row.model_copy(update={"evidence": self._watch_promise(row)})
+        row = row.model_copy(update={"evidence": self._update_alarm(row)})
         if self.alarm.is_raised and not was_raised:
             logger.warning("ALARM: %s; %s", self.describe_alarm(), REFIT)
         self.graded.append(row)
@@ -152,7 +165,11 @@ class FeedbackLog:
         }
 
     def summarise_rolling(self) -> dict[str, float]:
-        """Measure the calibration of the last graded answers that this model and this calibrator gave."""
+        """Measure the calibration of the answers in `graded` that this model and this calibrator gave.
+
+        Returns:
+            Metric name -> value. Without such answers, there is only their number.
+        """
         confidence = []
         correct = []
         for row in self.graded:
@@ -189,17 +206,21 @@ def _read_rows(path: Path | None) -> Iterator[LogRow]:
 
 
 def _append_row(path: Path | None, row: LogRow) -> None:
-    """Append a row. If the disk is full, the row is lost, but the answer is still sent and no partial line remains."""
+    """Append a row to a log; None has no file. A failure is only logged, so that the answer is still sent.
+
+    If the disk is full, the row is lost, but no partial line remains.
+    """
     if path is None:
         return
     line = row.model_dump_json(exclude_none=True).encode() + b"\n"
     try:
-        # The file is opened for every row, because it may have been rotated.
+        # The file is opened for every row, because it may have been rotated. Without a buffer, `write` may write less.
         with path.open("a+b", buffering=0) as file:
-            size = file.tell()
+            size = file.tell()  # a file opened for appending is positioned at its end
             file.seek(max(0, size - 1))
-            is_last_line_cut_off = file.read(1) not in (b"", b"\n")
-            if is_last_line_cut_off:
+            last_byte = file.read(1)  # empty in an empty file
+            is_last_line_cut_off = last_byte not in (b"", b"\n")
+            if is_last_line_cut_off:  # leave it as an invalid line of its own
                 line = b"\n" + line
             if file.write(line) < len(line):
                 file.truncate(size)

@@ -95,8 +95,8 @@ class RequestGuard:
         self.metrics = metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle one request."""
-        if scope["type"] != "http":
+        """Handle one request of a client, with the three arguments of an ASGI application."""
+        if scope["type"] != "http":  # the server starts or stops the application
             await self.app(scope, receive, send)
             return
         started = time.monotonic()
@@ -105,7 +105,7 @@ class RequestGuard:
         answer_id = f"chatcmpl-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["id"] = answer_id
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
-        if not _REQUEST_ID.fullmatch(request_id):
+        if not _REQUEST_ID.fullmatch(request_id):  # the client sent none, or one that may not be logged
             request_id = answer_id
 
         async def send_and_log(message: Any) -> None:
@@ -118,7 +118,7 @@ class RequestGuard:
         needs_key = scope["path"] not in OPEN_PATHS
         if needs_key and not self._has_key(headers):
             application = make_error(401, "missing or wrong API key", _CLOSE)  # a response is an ASGI application too
-        announced_bytes = int(headers.get(b"content-length", 0))
+        announced_bytes = int(headers.get(b"content-length", 0))  # h11 has checked that it is a number
         await application(scope, self._limit_body(receive, announced_bytes), send_and_log)
 
     def _log_reply(self, request_id: str, path: str, status: int, seconds: float) -> None:
@@ -137,9 +137,15 @@ class RequestGuard:
     def _limit_body(self, receive: Any, announced_bytes: int) -> Any:
         """Wrap `receive` so that a body above the limit raises HTTPException with status 413.
 
+        The announced length is checked too, so that a body that is too long is refused at its first part. A client need
+        not announce the length, so the received bytes are counted as well.
+
         Args:
             receive: The ASGI function that returns the next part of the body.
             announced_bytes: The length that the headers announce; 0 if they announce none.
+
+        Returns:
+            The wrapped function.
         """
         limit = self.limits.max_bytes
         received_bytes = 0
@@ -189,11 +195,14 @@ class Gateway:
                 yield
 
         app = FastAPI(title="catto serve", lifespan=lifespan, docs_url=None, redoc_url=None)
-        errors: dict[int | str, Any] = {code: {"description": HTTPStatus(code).phrase} for code in ERROR_STATUSES}
-        chat_replies = {200: {"content": {"text/event-stream": {}}}, **errors}
+        # These describe the replies in the API schema at /openapi.json.
+        error_replies: dict[int | str, Any] = {}
+        for status in ERROR_STATUSES:
+            error_replies[status] = {"description": HTTPStatus(status).phrase}
+        chat_replies = {200: {"content": {"text/event-stream": {}}}, **error_replies}
         app.post("/v1/chat/completions", responses=chat_replies, response_model=None)(self.answer_chat)
-        app.post("/v1/feedback", responses=errors)(self.take_feedback)
-        app.get("/v1/models", responses=errors)(self.list_models)
+        app.post("/v1/feedback", responses=error_replies)(self.take_feedback)
+        app.get("/v1/models", responses=error_replies)(self.list_models)
         app.get("/health")(self.report_health)
         app.get("/metrics", response_class=PlainTextResponse)(self.show_metrics)
         for error_class in (RequestValidationError, HTTPException, FaultError, Exception):
@@ -203,33 +212,34 @@ class Gateway:
 
     async def answer_chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat request with a confidence, or abstain."""
-        asked = self._read_request(str(request.state.id), body)
+        answer_id = str(request.state.id)  # set by `RequestGuard`
+        client_request = self._read_request(answer_id, body)
         if self._in_flight >= self.limits.concurrency:
             raise HTTPException(429, "the gateway is full, try again later", {"Retry-After": "1"})
         self._in_flight += 1
         self.metrics.in_flight.set(self._in_flight)
         try:
-            answer = await self._answer_unless_closed(asked, request)
+            answer = await self._answer_unless_closed(client_request, request)
         finally:
             self._in_flight -= 1
             self.metrics.in_flight.set(self._in_flight)
-        if answer is None:
+        if answer is None:  # nobody receives this response; its status is counted and logged
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         if self.log.alarm.is_raised:
             answer = answer._replace(catto=withdraw_promise(answer.catto))
         self.metrics.count_answer(answer.catto)
-        self.log.add_answer(asked.question.id, answer.catto, asked.protocol)
-        head = {"id": asked.question.id, "created": int(time.time()), "model": self.model}
+        self.log.add_answer(answer_id, answer.catto, client_request.protocol)
+        head = {"id": answer_id, "created": int(time.time()), "model": self.model}
         if not body.stream:
             return JSONResponse(_render_completion(head, answer))
         include_usage = (body.stream_options or {}).get("include_usage", False)
-        # A long text may have tens of thousands of words, and each becomes an event.
+        # In a thread, since a long text may have tens of thousands of words, and each becomes an event.
         events = await run_in_thread(_render_events, head, answer, include_usage)
         return Response(events, media_type="text/event-stream")
 
-    async def _answer_unless_closed(self, asked: AnswerRequest, request: Request) -> GatewayAnswer | None:
+    async def _answer_unless_closed(self, client_request: AnswerRequest, request: Request) -> GatewayAnswer | None:
         """Answer within the deadline; return None if the client disconnects, which cancels the upstream requests."""
-        work = asyncio.create_task(self._answer_in_time(asked))
+        work = asyncio.create_task(self._answer_in_time(client_request))
         # The body has been read, so the next message can only be that the client has disconnected.
         disconnect = asyncio.create_task(request.receive())
         disconnect.add_done_callback(lambda _: work.cancel())
@@ -242,25 +252,34 @@ class Gateway:
         finally:
             disconnect.cancel()
 
-    async def _answer_in_time(self, asked: AnswerRequest) -> GatewayAnswer:
+    async def _answer_in_time(self, client_request: AnswerRequest) -> GatewayAnswer:
         try:
             async with asyncio.timeout(self.limits.deadline):
-                return await self.answerer.answer(asked)
+                return await self.answerer.answer(client_request)
         except TimeoutError:
             raise FaultError(f"no answer within {self.limits.deadline:g} s", is_retryable=True, code=504) from None
 
     def _read_request(self, answer_id: str, body: ChatRequest) -> AnswerRequest:
-        """Check a request and fill in the defaults; raise HTTPException if it cannot be served."""
+        """Check a request and fill in the defaults.
+
+        Args:
+            answer_id: Id of the answer, which also identifies its question.
+            body: The body of the request.
+
+        Raises:
+            HTTPException: The request cannot be served.
+        """
         if body.model != self.model:
             raise HTTPException(404, f"model {body.model!r} is not served; the served model is {self.model!r}")
         protocol = self._read_protocol(body)
         default_max_tokens = min(DEFAULT_MAX_TOKENS, self.limits.max_tokens)
+        # `max_completion_tokens` is OpenAI's newer name, so it takes precedence.
         max_tokens = body.max_completion_tokens or body.max_tokens or default_max_tokens
         if max_tokens > self.limits.max_tokens:
             raise HTTPException(400, f"max_tokens: at most {self.limits.max_tokens}")
         seed = body.seed
         if seed is None:
-            seed = secrets.randbits(31)
+            seed = secrets.randbits(31)  # repeated requests get different samples
         options = self._read_options(body)
         has_other_labels = any(option.label not in self.labels for option in options)
         return AnswerRequest(
@@ -339,7 +358,12 @@ def run_gateway(gateway: Gateway, host: str, port: int) -> None:
 
 
 def _render_completion(head: dict[str, Any], answer: GatewayAnswer) -> dict[str, Any]:
-    """Render an answer as a chat completion; `head` has its id, time and model."""
+    """Render an answer as a chat completion.
+
+    Args:
+        head: The fields `id`, `created` and `model`.
+        answer: The answer.
+    """
     message = {"role": "assistant", "content": answer.text, "refusal": None}
     choice = {
         "index": 0,
@@ -362,20 +386,30 @@ def _render_logprobs(answer: GatewayAnswer) -> dict[str, Any]:
 
 
 def _render_events(head: dict[str, Any], answer: GatewayAnswer, include_usage: bool) -> str:
-    """Render an answer as server-sent events, word by word; the chunk that ends it has the `catto` object."""
+    """Render an answer as OpenAI's server-sent events, word by word.
+
+    Args:
+        head: The fields `id`, `created` and `model` of every chunk.
+        answer: The answer. Its `catto` object is in the chunk with the finish reason, and in that with the usage.
+        include_usage: Whether a last chunk without text reports the token counts.
+
+    Returns:
+        The text of all events.
+    """
     deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]
+    # Each word with the white space before it, then the white space at the end of the text.
     for word in re.findall(r"\s*\S+|\s+$", answer.text):
         deltas.append({"content": word})
-    deltas.append({})
+    deltas.append({})  # of the chunk with the finish reason
     chunks: list[dict[str, Any]] = []
     for delta in deltas:
         choice = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None}
         chunks.append({"choices": [choice]})
-    last_chunk = chunks[-1]
-    last_choice = last_chunk["choices"][0]
-    last_choice["finish_reason"] = answer.finish_reason
-    last_choice["logprobs"] = _render_logprobs(answer)
-    last_chunk["catto"] = answer.catto
+    final_chunk = chunks[-1]
+    final_choice = final_chunk["choices"][0]
+    final_choice["finish_reason"] = answer.finish_reason
+    final_choice["logprobs"] = _render_logprobs(answer)
+    final_chunk["catto"] = answer.catto
     if include_usage:
         chunks.append({"choices": [], "usage": answer.usage, "catto": answer.catto})
     events = []

@@ -55,10 +55,14 @@ class GatewayMetrics:
         self.requests.labels(status=str(status)).inc()
         self.seconds.observe(seconds)
 
-    def count_answer(self, about: Mapping[str, Any]) -> None:
-        """Count the samples of an answer, and the answer if it is an abstention; `about` is its `catto` object."""
-        self.samples.inc(about["k"])
-        if about["abstained"]:
+    def count_answer(self, reply_fields: Mapping[str, Any]) -> None:
+        """Count the samples of an answer, and the answer itself if it is an abstention.
+
+        Args:
+            reply_fields: The `catto` object of the answer.
+        """
+        self.samples.inc(reply_fields["k"])
+        if reply_fields["abstained"]:
             self.abstentions.inc()
 
     def render_text(self) -> str:

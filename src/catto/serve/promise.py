@@ -17,7 +17,7 @@ ALARM = "feedback shows more errors than the calibration answers promised: fit c
 
 @dataclass(frozen=True)
 class ServedPromise:
-    """A promise about answers: an error rate that they do not exceed.
+    """A promise that answers do not exceed an error rate.
 
     Attributes:
         digest: Identifies the promise in the log.
@@ -34,11 +34,11 @@ class ServedPromise:
             return self.error_rate
         return min(1.0 - confidence + TOLERANCE, 1.0)
 
-    def covers(self, about: Mapping[str, Any]) -> bool:
-        """Whether the promise is about this answer; `about` is its `catto` object."""
+    def covers(self, reply_fields: Mapping[str, Any]) -> bool:
+        """Whether the promise is about the answer with this `catto` object."""
         if self.error_rate is None:
-            return about["confidence"] is not None
-        return about["guarantee"] is not None and not about["abstained"]
+            return reply_fields["confidence"] is not None
+        return reply_fields["guarantee"] is not None and not reply_fields["abstained"]
 
     @property
     def broken_text(self) -> str:
@@ -61,9 +61,9 @@ def make_promise(fitted: Fitted | None, threshold: RiskThreshold | None) -> Serv
     return None
 
 
-def withdraw_promise(about: Mapping[str, Any]) -> dict[str, Any]:
+def withdraw_promise(reply_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `catto` object of an answer without its guarantee, with the alarm added to its reason."""
     reason = ALARM
-    if about["reason"] is not None:
-        reason = f"{about['reason']}; {ALARM}"
-    return {**about, "guarantee": None, "reason": reason}
+    if reply_fields["reason"] is not None:
+        reason = f"{reply_fields['reason']}; {ALARM}"
+    return {**reply_fields, "guarantee": None, "reason": reason}

@@ -75,6 +75,8 @@ class ChatRequest(Record, strict=True):
 def simplify_message(message: Any) -> Any:
     """Drop the nulls of a message, and join its content if that is a list of texts.
 
+    Any other content is left unchanged; validation refuses it later unless it is a text.
+
     >>> parts = [{"type": "text", "text": "Is it "}, {"type": "text", "text": "so?"}]
     >>> simplify_message({"role": "user", "content": parts})
     {'role': 'user', 'content': 'Is it so?'}

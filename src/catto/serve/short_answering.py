@@ -58,52 +58,64 @@ class ShortAnswerer(Answerer):
     grade: Grade = "exact"
     brief: bool = False
 
-    async def _take_sample(self, asked: AnswerRequest, number: int) -> Sample:
+    async def _take_sample(self, client_request: AnswerRequest, number: int) -> Sample:
         """Take one sample and, for P(True), ask whether its answer is right.
 
         The confidence by agreement needs all samples, so `_compose_answer` computes it.
 
+        Args:
+            client_request: The client's request.
+            number: The number of the sample, counted from 0.
+
         Raises:
             FaultError: The upstream fails, or its judgement cannot be read.
         """
-        kind = asked.protocol.confidence_kind
+        kind = client_request.protocol.confidence_kind
         # A stated confidence follows the answer, so generation must not stop before it.
-        request = self._make_request(asked, number, stop=STOP_STATED if kind == "verbal" else STOP)
-        reply = await self.engine.ask(self.client, request)
-        is_cut = reply.finish_reason == "length"
-        answer = await run_in_thread(partial(read_short_answer, reply.text, self.grade, cut=is_cut))
+        stop = STOP_STATED if kind == "verbal" else STOP
+        upstream_request = self._make_upstream_request(client_request, number, stop=stop)
+        response = await self.engine.ask(self.client, upstream_request)
+        is_cut = response.finish_reason == "length"
+        answer = await run_in_thread(partial(read_short_answer, response.text, self.grade, cut=is_cut))
         confidence = None
         judgement = NOT_JUDGED
         if kind == "ptrue" and answer.text is not None:
-            judgement = await self._judge_answer(asked, number, answer.text)
+            judgement = await self._judge_answer(client_request, number, answer.text)
             confidence = judgement.ptrue
         elif kind == "verbal":
-            confidence = await run_in_thread(read_stated_confidence, reply.text)
-        return self._make_short_sample(request, reply, answer, confidence=confidence, judgement=judgement)
+            confidence = await run_in_thread(read_stated_confidence, response.text)
+        return self._make_short_sample(upstream_request, response, answer, confidence=confidence, judgement=judgement)
 
-    async def _judge_answer(self, asked: AnswerRequest, number: int, text: str) -> Judgement:
+    async def _judge_answer(self, client_request: AnswerRequest, number: int, text: str) -> Judgement:
         """Ask the upstream whether the answer `text` is right.
 
-        An upstream that can continue responses is asked for the label directly; any other writes a free response.
+        If the upstream can continue responses, it gets an empty response that is continued with an open answer block,
+        and only generates the label True or False. Otherwise it writes the whole judgement.
+
+        Args:
+            client_request: The client's request.
+            number: The number of the sample.
+            text: The answer of the sample.
 
         Raises:
             FaultError: The upstream fails, or the label's log-probability cannot be read.
         """
-        messages = add_judgement(asked.messages, text, brief=self.brief)
-        question = ServedQuestion(asked.question.id, JUDGEMENT_OPTIONS)
+        messages = add_judgement(client_request.messages, text, brief=self.brief)
+        question = ServedQuestion(client_request.question.id, JUDGEMENT_OPTIONS)
         empty_response = Generation(question=question.id, sample=number, text="", model=self.engine.model)
         empty_case = Case(question, messages, empty_response)
         label_request = None
         if self.engine.can_continue:
-            label_request = request_continuation(self.engine, empty_case, read_reply(empty_case))
+            no_answer = read_reply(empty_case)
+            label_request = request_continuation(self.engine, empty_case, no_answer)
         if label_request is not None:
             reply = await self.engine.ask(self.client, label_request)
             answer = await run_in_thread(read_reply, empty_case, reply)
         else:
-            request = Request(
+            judgement_request = Request(
                 question=question.id, sample=number, messages=messages, max_tokens=JUDGEMENT_TOKENS, stop=STOP
             )
-            reply = await self.engine.ask(self.client, request)
+            reply = await self.engine.ask(self.client, judgement_request)
             answer = await run_in_thread(read_reply, Case(question, messages, reply))
         if isinstance(answer, Refusal):
             raise make_unreadable_fault(answer.refused)
@@ -111,14 +123,23 @@ class ShortAnswerer(Answerer):
 
     def _make_short_sample(
         self,
-        request: Request,
-        reply: Generation,
+        upstream_request: Request,
+        response: Generation,
         answer: ShortAnswer,
         *,
         confidence: float | None,
         judgement: Judgement,
     ) -> Sample:
-        """Make a sample from a short answer. Its confidence is 0 if there is none, or if it is not known yet."""
+        """Make a sample from a short answer.
+
+        Args:
+            upstream_request: The upstream request that gave the response.
+            response: The response.
+            answer: The short answer in it.
+            confidence: The confidence of the answer. None if the response gives none, or if it is not known yet; the
+                prediction then has the confidence 0.
+            judgement: The upstream's judgement of the answer.
+        """
         unlabelled = Answer(
             label=None,
             source=answer.source or "none",
@@ -126,28 +147,26 @@ class ShortAnswerer(Answerer):
             label_logprobs=None,
             logsumexp=None,
         )
-        response = reply
         is_answered = answer.key is not None
-        if is_answered:  # only text after the answer can have been cut
-            response = reply.model_copy(update={"finish_reason": "stop"})
-        # Whether a served answer is right is unknown, but a prediction needs a value.
+        if is_answered:  # even if max_tokens was reached, only text after the answer was cut
+            response = response.model_copy(update={"finish_reason": "stop"})
         prediction = Prediction(
-            question=request.question,
+            question=upstream_request.question,
             task="served",
             split="test",
-            gold="",
+            gold="",  # unknown
             answer=answer.key,
-            correct=False,
+            correct=False,  # unknown too, but an answer without a label needs a value
             **describe_answer(response, unlabelled),
-            temperature=request.temperature,
-            seed=request.seed,
+            temperature=upstream_request.temperature,
+            seed=upstream_request.seed,
             engine=self.engine.name,
         )
         return Sample(prediction, (response, *judgement.replies), None)
 
-    def _compose_answer(self, asked: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
+    def _compose_answer(self, client_request: AnswerRequest, samples: list[Sample]) -> GatewayAnswer:
         """Set the confidence of each sample by the protocol's kind, then choose as with labels."""
-        kind = asked.protocol.confidence_kind
+        kind = client_request.protocol.confidence_kind
         confidences = [sample.prediction.confidence for sample in samples]
         if kind == "agreement":
             confidences = measure_agreement([sample.prediction.answer for sample in samples])
@@ -156,5 +175,5 @@ class ShortAnswerer(Answerer):
             update = {"confidence": confidence, "confidence_kind": kind}
             prediction = sample.prediction.model_copy(update=update)
             finished.append(sample._replace(prediction=prediction))
-        answer = super()._compose_answer(asked, finished)
+        answer = super()._compose_answer(client_request, finished)
         return answer._replace(catto={**answer.catto, "confidence_kind": kind})
