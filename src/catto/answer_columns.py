@@ -31,16 +31,15 @@ from catto.records import AnswerSource, Unparsed
 
 # Columns that may name the question of a row. `id` is last because it may only number the rows.
 QUESTION_COLUMNS = ("question", "question_id", "qid", "doc_id", "id")
-
-
 # Each slice is resampled a thousand times. A column with more distinct values is an id, not a category.
 MAX_SLICES = 500
 # Confidences are suspected to be the probability of one label only if each side of 0.5 has this many rows.
 MIN_ROWS_PER_SIDE = 5
 # If there are this many answers per label and none is right, answers and gold labels are spelled differently.
 MIN_ROWS_PER_LABEL = 15
-# Above this share of forced answers, the numbers describe the fallback and not the model.
-MOST_FORCED = 0.2
+# Above this share of forced answers, the numbers describe the fallback and not the model. The same holds for responses
+# without an answer.
+MAX_FORCED_SHARE = 0.2
 # Questions, labels and slice values are kept in memory, and a compressed file of a few megabytes may hold gigabytes.
 MAX_TEXT_CHARACTERS = 2**30
 
@@ -50,9 +49,9 @@ class ParseCounts:
     """How many answers were parsed in which way.
 
     Attributes:
-        free: Answers inside their tags.
-        plain: Answers without tags.
-        fallback: Responses that could not be parsed and were forced to one of the labels.
+        free: Answers inside `<answer>` tags.
+        plain: Answers without these tags.
+        fallback: Forced answers. No answer could be parsed, so the most probable label was taken.
         none: Responses without an answer to a question that has no labels.
 
     >>> ParseCounts.of(["free"] * 3 + ["fallback"] * 17).warning
@@ -71,15 +70,15 @@ class ParseCounts:
         return cls(free=counts["free"], plain=counts["plain"], fallback=counts["fallback"], none=counts["none"])
 
     @classmethod
-    def total_of(cls, parts: Iterable[ParseCounts]) -> ParseCounts:
-        """Add up several counts."""
+    def total_of(cls, all_counts: Iterable[ParseCounts]) -> ParseCounts:
+        """Add up the counts of several files."""
         total = cls()
-        for part in parts:
+        for counts in all_counts:
             total = cls(
-                free=total.free + part.free,
-                plain=total.plain + part.plain,
-                fallback=total.fallback + part.fallback,
-                none=total.none + part.none,
+                free=total.free + counts.free,
+                plain=total.plain + counts.plain,
+                fallback=total.fallback + counts.fallback,
+                none=total.none + counts.none,
             )
         return total
 
@@ -96,12 +95,18 @@ class ParseCounts:
 
     @property
     def forced(self) -> bool:
-        """Whether more than a fifth of the answers were forced or are missing, too many for a verdict on the model."""
-        return max(self.share("fallback"), self.share("none")) > MOST_FORCED
+        """Whether more than a fifth of the answers were forced, or more than a fifth are missing.
+
+        The numbers then say little about the model.
+        """
+        return max(self.share("fallback"), self.share("none")) > MAX_FORCED_SHARE
 
     @property
     def summary(self) -> str:
-        """The larger problem: `17 of 20 answers had to be forced`, or `17 of 20 responses have no answer`."""
+        """How many answers had to be forced or, if these are more, how many responses have no answer.
+
+        For example, `17 of 20 answers had to be forced`.
+        """
         if self.none > self.fallback:
             return f"{self.none:,} of {self.total:,} responses have no answer"
         return f"{self.fallback:,} of {self.total:,} answers had to be forced"
@@ -115,10 +120,13 @@ class ParseCounts:
         return f"{self.summary}: the numbers below describe {described}, not the model."
 
     def describe(self, note: str = "") -> str:
-        """Return the shares as text, such as `fallback 2.0 % (note), plain 4.0 %`.
+        """Return the shares as text, such as `fallback 2.0 % (note), no answer 1.0 %, plain 4.0 %`.
 
         Args:
-            note: Text in parentheses after the share of forced answers.
+            note: Text in parentheses after the share of forced answers; empty for no parentheses.
+
+        Returns:
+            The share of forced answers, and those of missing and plain ones unless they are 0.
         """
         text = f"fallback {100 * self.share('fallback'):.1f} %"
         if note:
@@ -138,8 +146,9 @@ class Confidences:
         source: The file.
         confidence: (N,) in [0, 1].
         question: N question ids; None if the file has none.
-        read_as: How each of the N answers was parsed, as in `ParseCounts`; None if the file does not say.
-        by: N values of the column that divides the file into slices; None without such a column.
+        read_as: How each of the N answers was parsed: `free`, `plain`, `fallback` or `none`, with the meanings that
+            `ParseCounts` gives them. None if the file does not say.
+        by: N values of the column that divides the file into slices; None if the user named no such column.
     """
 
     source: Path
@@ -190,22 +199,26 @@ class GradedAnswers(Confidences):
         return self.by_question
 
     def slices(self) -> dict[str, Self]:
-        """Return the answers for each value of the `by` column, in numerical order if all values are numbers."""
-        rows_of: dict[str, list[int]] = {}
+        """Divide the answers by the values of the `by` column.
+
+        Returns:
+            Value -> the answers with this value, in numerical order if all values are numbers, else in alphabetical
+            order. Empty if there is no `by` column.
+
+        Raises:
+            DataError: There are more than MAX_SLICES values.
+        """
+        rows_with: dict[str, list[int]] = {}
         for row, value in enumerate(self.by or ()):
-            rows_of.setdefault(value, []).append(row)
-        if len(rows_of) > MAX_SLICES:
-            problem = f"--by: {len(rows_of):,} different values, expected at most {MAX_SLICES}"
+            rows_with.setdefault(value, []).append(row)
+        if len(rows_with) > MAX_SLICES:
+            problem = f"--by: {len(rows_with):,} different values, expected at most {MAX_SLICES}"
             raise DataError(self.source, None, problem)
         try:
-            values = sorted(rows_of, key=float)
-        except ValueError:
-            values = sorted(rows_of)
-        slices = {}
-        for value in values:
-            rows = rows_of[value]
-            slices[value] = self.pick_rows(rows)
-        return slices
+            values = sorted(rows_with, key=float)
+        except ValueError:  # a value is not a number
+            values = sorted(rows_with)
+        return {value: self.pick_rows(rows_with[value]) for value in values}
 
     def pick_rows(self, rows: Sequence[int]) -> Self:
         """Return the answers in these rows, counted from 0."""
@@ -219,12 +232,16 @@ class GradedAnswers(Confidences):
         )
 
     def count_unparsed_as_wrong(self) -> Self:
-        """Return the answers with every forced one counted as wrong."""
+        """Return the answers with every forced one counted as wrong.
+
+        Raises:
+            DataError: The file does not say how its answers were parsed.
+        """
         if self.read_as is None:
-            missing = "no column 'source' with 'free', 'plain' or 'fallback', which tells which rows are unparsed"
-            raise DataError(self.source, None, missing)
-        parsed = np.array([kind != "fallback" for kind in self.read_as], dtype=np.bool_)
-        return replace(self, correct=self.correct & parsed)
+            problem = "no column 'source' with 'free', 'plain' or 'fallback', which tells which rows are unparsed"
+            raise DataError(self.source, None, problem)
+        is_parsed = np.array([kind != "fallback" for kind in self.read_as], dtype=np.bool_)
+        return replace(self, correct=self.correct & is_parsed)
 
 
 def _pick_rows(column: list[str] | None, rows: Sequence[int]) -> list[str] | None:
@@ -238,11 +255,16 @@ def read_graded(path: Path, names: ColumnNames | None = None, unparsed: Unparsed
 
     Args:
         path: Any file that `catto measure` reads.
-        names: Names of the columns.
-        unparsed: Whether forced answers count as wrong.
+        names: Names of the columns; None means the default names.
+        unparsed: How forced answers count: `wrong` counts all of them as wrong, `fallback` grades them like any other
+            answer.
+
+    Returns:
+        The answers, with one confidence and one boolean per row.
 
     Raises:
-        DataError: A row is bad, the file has no rows, or it does not show which answers are right.
+        DataError: A row is bad, the file has no rows, or it does not show which answers are right. With `wrong`, also
+            if it does not show which answers were forced.
     """
     answers = read_confidences(path, names)
     if not isinstance(answers, GradedAnswers):
@@ -258,7 +280,7 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
 
     Args:
         path: Any file that `catto measure` reads.
-        names: Names of the columns.
+        names: Names of the columns; None means the default names.
 
     Returns:
         The answers, as `GradedAnswers` if the file shows which of them are right.
@@ -272,13 +294,13 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     read_as = _keep_parse_kinds(path, columns.get("source"))
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = None
-    # At most one of these columns was read: `_choose_correctness` has chosen.
+    # `_choose_correctness` never chooses both of these columns.
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
     elif "gold" in columns:
         with data_errors_at(path):
             graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
-        # With `names.positive`, the column has the probability of that label; `graded` has that of the answer.
+        # With `names.positive`, the file has the probability of that label, but `graded` has that of the answer.
         confidence = graded.confidence
         correct = graded.correct
     answers = Confidences(
@@ -307,18 +329,27 @@ def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
 
 
 def _keep_parse_kinds(path: Path, sources: list[str] | None) -> list[str] | None:
-    """Return the column `source` if it says how answers were parsed; None if it has another meaning.
+    """Return the column `source` if it says how answers were parsed.
+
+    Args:
+        path: The file, for the error message.
+        sources: The column; None if the file has none.
+
+    Returns:
+        The column. None if there is no such column, or if it has another meaning, such as the dataset of each row.
 
     Raises:
         DataError: Only some rows say how their answers were parsed.
     """
     if sources is None:
         return None
-    kinds = set(sources)
-    if kinds <= {"free", "plain", "fallback", "none"}:
+    values = set(sources)
+    if values <= {"free", "plain", "fallback", "none"}:
         return sources
-    only_some_are_missing = kinds <= {"free", "plain", "fallback", "None"}  # a missing cell is read as "None"
-    if "fallback" in kinds and only_some_are_missing:
+    # A missing cell is read as "None". An incomplete column is an error only if it contains "fallback": the other words
+    # may have another meaning, such as `free` next to rows without a price.
+    is_incomplete = values <= {"free", "plain", "fallback", "None"}
+    if is_incomplete and "fallback" in values:
         raise DataError(path, None, "source: expected free, plain, fallback or none in every row")
     return None
 
@@ -331,7 +362,11 @@ class _FieldReader(NamedTuple):
 
 
 def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
-    """Read `confidence` and the other columns that `_choose_readers` chooses from the first row."""
+    """Read the columns that `_choose_readers` chooses from the first row: `confidence`, and others if they are there.
+
+    Returns:
+        Name, such as `confidence` or `gold` -> the N values of the column.
+    """
     columns = _read_plain_columns(path, names)
     if columns is not None:
         return columns
@@ -341,7 +376,8 @@ def _read_columns(path: Path, names: ColumnNames) -> dict[str, Any]:
 def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None:
     """Read the columns of a large and simple table at once; return None if it must be read row by row.
 
-    A table with a bad cell is read row by row, so that the error message can name the row.
+    The logs of other tools are read row by row, because their rows have to be converted. So is a table with a bad cell,
+    because the error message then names the row.
     """
     table = read_plain_table(path)
     if table is None:
@@ -357,11 +393,11 @@ def _read_plain_columns(path: Path, names: ColumnNames) -> dict[str, Any] | None
 
 
 class _ColumnStep(NamedTuple):
-    """How one column is filled row by row. Storing bound methods saves looking them up for every cell.
+    """How one column is filled row by row. Its functions are looked up once per file, and not once per cell.
 
     Attributes:
         append: Adds a value to the column.
-        read_cell: Maps the name of the field and the fields of a row to the value.
+        read_cell: Takes the name of the field and the fields of a row; returns the value.
         field: The name of the field.
     """
 
@@ -372,6 +408,9 @@ class _ColumnStep(NamedTuple):
 
 def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
     """Read the columns row by row; this works for any file, but is slower than `_read_plain_columns`.
+
+    Returns:
+        Name, such as `confidence` or `gold` -> the N values of the column.
 
     Raises:
         DataError: A row is bad, there are no rows, or the texts are too long to keep in memory.
@@ -404,11 +443,12 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader
     """Decide from the first row how each column is read, and from which field.
 
     Returns:
-        A reader for `confidence` and, if the row has them, for `correct` or else `gold` and `answer`, and for
-        `question`, `source` and `by`.
+        Name of the column -> its reader. There is always one for `confidence`. What shows which answers are right is
+        `correct`, or `gold` and `answer`, or nothing (`_choose_correctness`). There are readers for `question` and
+        `source` if the row has these fields, and for `by` if the user named it.
 
     Raises:
-        ValueError: The row lacks a required column.
+        ValueError: The row lacks the confidence or a column that the user named.
     """
     readers = {"confidence": _choose_confidence(first, names)}
     readers |= _choose_correctness(first, names)
@@ -447,8 +487,19 @@ def _choose_confidence(first: Fields, names: ColumnNames) -> _FieldReader:
 def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldReader]:
     """Return how to read which answers are right: from `correct`, from `gold` and `answer`, or not at all.
 
-    Columns that the user names take precedence. If only `gold` is read, the confidence is the probability of the label
-    `names.positive`.
+    Columns that the user names take precedence.
+
+    Returns:
+        One of these:
+
+        - a reader for `correct`;
+        - readers for `gold` and `answer`, which are compared;
+        - a reader for `gold` alone, if the user named a label with `--positive`: the confidence is then the probability
+          of this label;
+        - no reader, if the row does not show which answers are right.
+
+    Raises:
+        ValueError: The row lacks a column that the user named, or one that has to be compared with it.
     """
     user_names_labels = names.prediction is not None or names.gold is not None or names.positive is not None
     user_names_correct = names.correct != "correct"
@@ -477,7 +528,7 @@ def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldRe
 
 
 class _Graded(NamedTuple):
-    """Confidence and correctness of the answers, (N,) each."""
+    """The confidence of each answer and whether it is right, (N,) each."""
 
     confidence: Floats
     correct: Bools
@@ -486,7 +537,21 @@ class _Graded(NamedTuple):
 def _grade_answers(
     confidence: Floats, *, gold: list[str], answer: list[str | None] | None, names: ColumnNames
 ) -> _Graded:
-    """Compare the answers with the gold labels; without answers, the confidence is the probability of one label."""
+    """Compare the answers with the gold labels.
+
+    Args:
+        confidence: (N,) probabilities of the answers or, without `answer`, of the label `names.positive`.
+        gold: N gold labels.
+        answer: N answers, each None if it could not be parsed. Without this list, the more probable of two labels is
+            taken as the answer.
+        names: Names of the columns.
+
+    Returns:
+        The confidence of each answer, and whether it is right.
+
+    Raises:
+        ValueError: The columns do not seem to fit together, for example because the labels are spelled in two ways.
+    """
     if answer is None:
         return _grade_probability(confidence, gold, names)
     _refuse_two_spellings(answer, gold)
@@ -496,7 +561,16 @@ def _grade_answers(
 
 
 def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) -> _Graded:
-    """Take the more probable of two labels as the answer; `confidence` is the probability of `names.positive`."""
+    """Take the more probable of two labels as the answer; at a probability of 0.5, this is `names.positive`.
+
+    Args:
+        confidence: (N,) probabilities of the label `names.positive`.
+        gold: N gold labels.
+        names: Names of the columns.
+
+    Raises:
+        ValueError: There are more than two labels.
+    """
     labels = sorted(set(gold))
     if len({*labels, names.positive}) > 2:
         expected = f"expected one of two labels in {names.gold or 'gold'!r}, got {join_names(labels)}"
@@ -521,7 +595,10 @@ def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
 
 
 def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], names: ColumnNames) -> None:
-    """Raise ValueError if all confidences of one label are below 0.5 and all those of the other are not."""
+    """Raise ValueError if the column seems to have the probability of one label, and not that of the answer.
+
+    This is so if there are two labels, and the confidence is below 0.5 exactly where the answer is one of them.
+    """
     is_below_half = confidence < 0.5
     labels_above = set()
     labels_below = set()

@@ -108,7 +108,7 @@ class Fitted:
 
     Attributes:
         calibrator: The calibrator.
-        on: Whether it reads the confidence or the label log-probabilities.
+        on: What it reads: `confidence`, or `labels` for the label log-probabilities.
         questions: Digests of the questions it was fitted on, at most `MANY_QUESTIONS`; None if they are not known.
         protocol: How its final answers were made, if it was fitted on final answers; None for single samples.
         rows: Number of answers it was fitted on; None if not known.
@@ -211,7 +211,23 @@ class Fitted:
 def fit_file(
     path: Path, kind: Kind, on: On, names: ColumnNames, unparsed: Unparsed, out: Path
 ) -> tuple[Fitted, GradedAnswers]:
-    """Fit on the answers of a file, write the calibrator with its manifest, and return it with the answers."""
+    """Fit a calibrator on the answers of a file, and write it with its manifest.
+
+    Args:
+        path: The file with the answers.
+        kind: The kind of calibrator.
+        on: What it reads: `confidence`, or `labels` for the label log-probabilities.
+        names: Names of the columns.
+        unparsed: How forced answers count: `wrong` counts all of them as wrong, `fallback` grades them like any other
+            answer.
+        out: The file to write.
+
+    Returns:
+        The calibrator, and the answers it was fitted on.
+
+    Raises:
+        DataError: The answers cannot be read or fitted on, or they are already calibrated.
+    """
     answers = read_uncalibrated(path, names, unparsed)
     fitted = fit_answers(answers, kind, on, names)
     write_fitted(out, fitted, fitted_on=path.name)
@@ -223,10 +239,12 @@ def read_uncalibrated(path: Path, names: ColumnNames, unparsed: Unparsed) -> Gra
     if final_notes(path).get("calibrator"):
         raise DataError(path, None, "its confidences are already calibrated: choose answers without a calibrator")
     answers = read_graded(path, names, unparsed)  # raises for a file without rows, so there is a first row
-    raw_column = f"{names.confidence}_raw"  # `apply_file` writes it into every row, so checking one row is enough
-    _, first = next(iter(read_answers(path, names)))
-    is_final = bool(final_notes(path))  # final answers have the column even if they are not calibrated
-    if not is_final and first.get(raw_column) is not None:
+    # `apply_file` writes this column into every row, so checking the first row is enough. Final answers have it even if
+    # they are not calibrated.
+    raw_column = f"{names.confidence}_raw"
+    _, first_row = next(iter(read_answers(path, names)))
+    is_final = bool(final_notes(path))
+    if not is_final and first_row.get(raw_column) is not None:
         raise DataError(path, 1, f"{raw_column}: already there, so the answers were calibrated before")
     return answers
 
@@ -239,7 +257,7 @@ def fit_answers(
     Args:
         answers: All answers of the file.
         kind: The kind of calibrator.
-        on: Whether it reads the confidence or the label log-probabilities, which are read from the file.
+        on: What it reads: `confidence`, or `labels` for the label log-probabilities, which are read from the file.
         names: Names of the columns.
         rows: The rows to fit on, counted from 0; None means all.
 
@@ -259,7 +277,7 @@ def fit_answers(
             calibrator: Calibrator = CALIBRATORS[kind].fit(answers.confidence, answers.correct)
         else:
             calibrator = _fit_on_labels(path, kind, names, rows)
-    # Only Platt scaling raises an error for such answers itself.
+    # Most calibrators would fit such answers without an error (only Platt scaling refuses), but the result is useless.
     all_right = answers.correct.all()
     all_wrong = not answers.correct.any()
     if all_right or all_wrong:
@@ -347,7 +365,11 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
 
     Args:
         path: The calibrator.
-        on: What the calibrator reads. Required if there is no manifest; overrides the manifest.
+        on: What the calibrator reads: `confidence`, or `labels` for the label log-probabilities. It replaces what the
+            manifest says. None is allowed only if there is a manifest.
+
+    Returns:
+        The calibrator, and what the manifest says about it. Without a manifest, what it was fitted on is not known.
 
     Raises:
         DataError: The calibrator cannot be read, or there is neither a manifest nor `on`.
@@ -396,7 +418,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
     raw_column = f"{names.confidence}_raw"
     notes = final_notes(path)
     has_other_protocol = fitted.protocol is not None and notes.get("protocol") != fitted.protocol.model_dump()
-    # Uncalibrated final answers already have the column: it is the confidence of the chosen sample.
+    # Uncalibrated final answers already have the column. It holds the confidence of the chosen sample, and is replaced.
     raw_is_allowed = bool(notes) and notes.get("calibrator") is None
     with atomic.replace_file(out) as file:
         rows = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
@@ -406,7 +428,7 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
             has_raw_value = fields.get(raw_column) is not None  # predictions have the column, but with null
             if has_raw_value and not raw_is_allowed:
                 raise DataError(path, row, f"{raw_column}: already there, so the row was calibrated before")
-            # Checked second: a file that `apply_file` wrote has no protocol, and the error above says more about it.
+            # A file that `apply_file` wrote has no protocol. The error above explains that case better, so it is first.
             if has_other_protocol:
                 raise DataError(path, None, OTHER_PROTOCOL)
             document = {**fields, names.confidence: calibrated_value, raw_column: uncalibrated_value}
@@ -437,33 +459,37 @@ def final_answers(
         fitted: A calibrator for single samples, or one for final answers of this protocol, which the caller has
             checked. None leaves the confidences unchanged.
 
+    Returns:
+        One answer per question, in the order of the questions' first samples.
+
     Raises:
         ValueError: There are fewer than k samples per question, or they lack what the rule or the calibrator needs.
     """
     samples_of_questions = [samples[: protocol.k] for samples in samples_by_question(predictions)]
-    count = len(samples_of_questions[0])  # the same for every question and above 0, as `samples_by_question` checks
-    if count < protocol.k:
-        raise ValueError(f"k is {protocol.k}, but there are {count} samples per question")
-    candidates = _gather_ranked(samples_of_questions, fitted)
+    # `samples_by_question` has checked that there are equally many for every question, and at least one.
+    samples_per_question = len(samples_of_questions[0])
+    if samples_per_question < protocol.k:
+        raise ValueError(f"k is {protocol.k}, but there are {samples_per_question} samples per question")
+    candidates = _gather_candidates(samples_of_questions, fitted)
     if protocol.rule == LIKELIEST and np.isnan(candidates.logprob).all():
         raise ValueError(f"{LIKELIEST} needs mean_logprob, which no sample has")
-    choice, samples_taken = choose_adaptively(candidates, protocol.rule, protocol.stop)
-    confidence = choice.confidence
+    choice, sample_counts = choose_adaptively(candidates, protocol.rule, protocol.stop)
+    confidences = choice.confidence
     if fitted is not None and fitted.protocol is not None:
-        confidence = fitted.calibrate_confidences(confidence)
+        confidences = fitted.calibrate_confidences(confidences)
     answers = []
-    for question, samples in enumerate(samples_of_questions):
+    for question_index, samples in enumerate(samples_of_questions):
         answer = _make_final_answer(
-            samples[: int(samples_taken[question])],
-            chosen=samples[int(choice.place[question])],
-            confidence=float(confidence[question]),
+            samples[: int(sample_counts[question_index])],
+            chosen=samples[int(choice.place[question_index])],
+            confidence=float(confidences[question_index]),
         )
         answers.append(answer)
     return answers
 
 
-def _gather_ranked(samples_of_questions: Iterable[Sequence[Prediction]], fitted: Fitted | None) -> Candidates:
-    """Gather the samples with the confidences that rank them; only a calibrator for single samples changes these."""
+def _gather_candidates(samples_of_questions: Iterable[Sequence[Prediction]], fitted: Fitted | None) -> Candidates:
+    """Return the samples as arrays. A calibrator for single samples is applied to their confidences first."""
     samples: list[Prediction] = []
     for samples_of_question in samples_of_questions:
         samples += samples_of_question
@@ -472,25 +498,29 @@ def _gather_ranked(samples_of_questions: Iterable[Sequence[Prediction]], fitted:
     return gather_candidates(samples)
 
 
-def _make_final_answer(taken: Sequence[Prediction], *, chosen: Prediction, confidence: float) -> FinalAnswer:
-    """Make the final answer to a question.
+def _make_final_answer(samples: Sequence[Prediction], *, chosen: Prediction, confidence: float) -> FinalAnswer:
+    """Return the final answer to a question, with the number of samples, votes and tokens that it took.
 
     Args:
-        taken: The samples up to the one at which sampling stopped; their votes and tokens are counted.
-        chosen: The sample that was chosen among them.
-        confidence: Its confidence, calibrated if there is a calibrator.
+        samples: The samples up to the one at which sampling stopped.
+        chosen: The sample among them that gives the answer.
+        confidence: The confidence of the chosen sample, calibrated if there is a calibrator.
+
+    Returns:
+        The final answer. Its confidence is 0 if the chosen response has no answer. Its number of tokens is None if it
+        is not known for all samples.
     """
     if chosen.choice is None:
         confidence = 0.0  # a response without an answer is never right
-    tokens = [sample.tokens for sample in taken if sample.tokens is not None]
-    all_have_tokens = len(tokens) == len(taken)
-    votes = sum(sample.choice == chosen.choice for sample in taken if sample.choice is not None)
+    tokens = [sample.tokens for sample in samples if sample.tokens is not None]
+    all_have_tokens = len(tokens) == len(samples)
+    votes = sum(sample.choice == chosen.choice for sample in samples if sample.choice is not None)
     return FinalAnswer(
         **chosen.model_dump(include={"question", "sample", "label", "answer", "gold", "source"}),
         correct=chosen.is_correct,
         confidence=confidence,
         confidence_raw=chosen.confidence,
-        samples=len(taken),
+        samples=len(samples),
         votes=votes,
         tokens=sum(tokens) if all_have_tokens else None,
     )
@@ -507,6 +537,9 @@ def write_final(
         protocol: How one answer is made from k samples.
         fitted: The calibrator; None leaves the confidences unchanged.
         own_stop: Whether `protocol.stop` was chosen with the gold labels of these questions.
+
+    Returns:
+        One answer per question, in the order of the questions' first samples.
 
     Raises:
         ValueError: The samples are already calibrated, or the calibrator is for final answers of a different protocol.
@@ -547,8 +580,21 @@ def final_notes(path: Path) -> dict[str, Any]:
 class RiskThreshold(Record):
     """Answer if `confidence >= threshold`: at most `risk` of the answers are wrong, with probability 1 - delta.
 
-    This holds for final answers with the same protocol and calibrator digest, and for questions like those that the
-    threshold was fitted on. There were `rows` of them, and the share `coverage` was answered.
+    This holds for final answers with the same protocol and calibrator, and for questions like those that the threshold
+    was fitted on.
+
+    Attributes:
+        threshold: The smallest confidence of an answer that is given.
+        risk: Largest share of wrong answers.
+        delta: Probability with which this guarantee may fail.
+        coverage: Share of the `rows` that are answered.
+        answered: Number of the `rows` that are answered.
+        errors: Number of answered rows that are wrong.
+        bound: Upper confidence bound on the share of wrong answers, at most `risk`.
+        rows: Number of answers that the threshold was fitted on, one per question.
+        protocol: How the answers were made.
+        calibrator: Digest of the calibrator; None if the confidences were not calibrated.
+        models: The models that answered; empty if not known.
     """
 
     schema_version: Literal[1] = 1
@@ -583,6 +629,9 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
         delta: Probability with which this guarantee may fail.
         out: The file to write.
 
+    Returns:
+        The threshold as it was written.
+
     Raises:
         DataError: These are not final answers, the calibrator or the stop comes from the same questions, or no
             threshold can guarantee the risk.
@@ -614,6 +663,9 @@ def find_threshold(answers: GradedAnswers, risk: float, delta: float, made_with:
         risk: Largest share of wrong answers.
         delta: Probability with which this guarantee may fail.
         made_with: The `protocol` of the answers, the digest of the `calibrator`, and the `models`.
+
+    Returns:
+        The threshold, with the number of answers above it and how many of these are wrong.
 
     Raises:
         DataError: No threshold can guarantee the risk.

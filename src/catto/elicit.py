@@ -9,6 +9,7 @@ answers. Two files next to `predictions.jsonl` store what the model writes, and 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -52,7 +53,8 @@ from catto.records import (
 )
 
 RIGHT, WRONG = JUDGEMENT_LABELS
-# Enough for a whole judgement, `<answer>`, a word and `</answer>`, from a server that cannot continue a begun response.
+# Enough for a whole judgement: `<answer>`, a word and `</answer>`. Only a server that cannot continue a partial
+# response writes all of it.
 JUDGEMENT_TOKENS = 32
 
 
@@ -74,16 +76,20 @@ def evaluate_kinds(
     Args:
         engine: The engine that runs the model.
         questions: The questions.
-        kinds: The first one becomes the predictions' `confidence`; all of them are in `confidences`.
-        equivalent: Decides whether two answers mean the same; None compares them after normalisation.
-        **options: The fields of `EvaluationRunSettings`; `stated` is set according to the kinds.
+        kinds: One or more of `label` (the probability of the label), `agreement` (with the other samples), `ptrue` (the
+            probability that the model calls its own answer right) and `verbal` (the number that it states). The first
+            one becomes the predictions' `confidence`; all of them are in `confidences`.
+        equivalent: Decides whether two answers mean the same; None means that they do if they are equal after
+            normalisation.
+        **options: The fields of `EvaluationRunSettings`. With any kind other than `label`, `stated` is ignored: the
+            model is asked to state its confidence if `verbal` is one of the kinds.
 
     Returns:
         The predictions in the order of the questions, then of the samples. A missing confidence is None in
         `confidences` and 0 in `confidence`.
 
     Raises:
-        ValueError: The kinds do not work with these questions or with this k.
+        ValueError: The kinds cannot be used with these questions or this k; see `check_kinds`.
     """
     listed = list(questions)
     settings = EvaluationRunSettings(**options)
@@ -95,7 +101,20 @@ def evaluate_kinds(
 
 
 def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> list[ConfidenceKind]:
-    """Return the kinds, or raise ValueError if they do not work with the questions or with the number of samples."""
+    """Check that kinds of confidence can be used together, with these questions and with k samples of each.
+
+    Args:
+        kinds: Names of kinds.
+        questions: The questions.
+        k: Samples per question.
+
+    Returns:
+        The kinds, in the given order.
+
+    Raises:
+        ValueError: There are no kinds, a kind is unknown or given twice, `label` is given for questions without labels,
+            or `agreement` for a single sample.
+    """
     if not kinds:
         raise ValueError("no kind of confidence is given")
     known: list[ConfidenceKind] = []
@@ -107,10 +126,10 @@ def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> 
             raise ValueError(f"confidence kind {kind} is given twice")
         known.append(kind)
     without_options = next((question for question in questions if not question.has_labels), None)
-    if "label" in kinds and without_options is not None:
-        others = ", ".join(CONFIDENCE_KINDS[1:])
+    if "label" in known and without_options is not None:
+        others = ", ".join(kind for kind in CONFIDENCE_KINDS if kind != "label")
         raise ValueError(f"confidence kind label: question {without_options.id} has no options, expected {others}")
-    if "agreement" in kinds and k < 2:
+    if "agreement" in known and k < 2:
         raise ValueError(f"confidence kind agreement compares samples: k is {k}, expected at least 2")
     return known
 
@@ -131,10 +150,10 @@ class Proposal(NamedTuple):
     """An answer to judge.
 
     Attributes:
-        id: The id of the judgement: the question's id and the number of the answer among the distinct answers to it.
+        id: The id of the judgement, such as `q7#0` for the first distinct answer to question `q7`.
         question: The question.
         text: The answer as the first sample wrote it.
-        choice: The label or the normalised answer.
+        choice: The label or, for a question without labels, the normalised answer.
         is_right: Whether the answer is right; this is not shown to the model.
     """
 
@@ -145,7 +164,10 @@ class Proposal(NamedTuple):
     is_right: bool
 
     def as_question(self) -> Question:
-        """Return the judgement as a question with the labels True and False."""
+        """Return the judgement as a question with the labels True and False, of which the right one is the gold label.
+
+        The model is asked with the messages of `render_judgement`, not with these fields and options.
+        """
         options = (Option(label=RIGHT, text=RIGHT), Option(label=WRONG, text=WRONG))
         return Question(
             id=self.id,
@@ -160,19 +182,23 @@ class Proposal(NamedTuple):
 class JudgementRun(EvaluationRun):
     """Asks a model whether proposed answers are right; P(True) is the probability of the label `True`.
 
-    The model usually generates nothing: its response is begun with an open answer block, and the next token is the
-    label. Only a server that cannot continue a begun response writes the whole judgement.
+    The model usually generates no text. Each response is empty, and reading it closes it like any response without an
+    answer: `<answer>` is added, and the most probable next label is taken. Only a server that cannot continue a partial
+    response writes the whole judgement.
     """
 
     def generate_responses(self, keys: Sequence[Key]) -> Iterable[Generation | Refusal]:
-        """Return empty responses, whose answer block is opened when they are read, or a server's own judgements."""
+        """Return an empty response for every key, or the judgements of a server that cannot continue a response.
+
+        The empty responses are followed by a server's replies to the requests that reading them has added to `todo`.
+        """
         is_server = self.engine.tokenizer is None
         if is_server and not self._readable_server.can_continue:
             return super().generate_responses(keys)
         self.todo.clear()
-        return chain(self._begin_responses(keys), self._continue_responses())
+        return chain(self._make_empty_responses(keys), self._continue_responses())
 
-    def _begin_responses(self, keys: Sequence[Key]) -> Iterator[Generation]:
+    def _make_empty_responses(self, keys: Sequence[Key]) -> Iterator[Generation]:
         for question, sample in keys:
             prompt_tokens = None
             if self.engine.tokenizer is not None:
@@ -188,9 +214,10 @@ class JudgementRun(EvaluationRun):
             )
 
     def _continue_responses(self) -> Iterator[Generation | Refusal]:
-        """Yield a server's continuations of the begun responses.
+        """Yield a server's continuations of the empty responses.
 
-        Reading an empty response puts a request to continue it into `todo`. This runs after all of them were read.
+        Reading an empty response puts a request to continue it into `todo`. This method runs after all of them have
+        been read. The responses of a local engine are not continued, so `todo` is then empty.
         """
         if self.todo:
             yield from self.engine.generate(self.todo)
@@ -204,9 +231,10 @@ def judge_answers(
     A judgement is a prediction for the question that `Proposal.as_question` makes, with the label True or False.
 
     Args:
-        engine: The engine.
+        engine: The engine that runs the model.
         proposals: The answers to judge, with distinct ids.
-        settings: `reasoning` is the setting of the questions' own prompts; `out` is the file of judgements.
+        settings: The settings with which the questions were asked, except that `out` is the file of judgements. Each
+            proposal is judged once at temperature 0, whatever the settings for the questions are.
 
     Returns:
         The id of a proposal -> its judgement. Proposals that a server refused are left out.
@@ -223,10 +251,14 @@ def judge_answers(
 
 
 def read_ptrue(judgement: Prediction | Answer) -> float | None:
-    """Return P(True): the full-vocabulary probability of the label True.
+    """Return P(True): the probability of the label True over the full vocabulary.
 
-    A server shows only the most probable tokens. The result is 0 if True is not among them, and None if neither label
-    is.
+    Args:
+        judgement: A prediction or an answer with the label True or False.
+
+    Returns:
+        The probability. A server returns only the most probable tokens: the result is 0 if the label False is among
+        them but True is not, and None if neither is, because the judgement then has no label.
     """
     if judgement.label is None:
         return None
@@ -259,8 +291,9 @@ class Elicitation:
         engine: The engine that runs the model.
         questions: The questions.
         kinds: The kinds of confidence, the main one first.
-        settings: How the questions are asked.
-        equivalent: Decides whether two answers mean the same; None compares them after normalisation.
+        settings: How the questions are asked. `out` is the file of predictions; None writes no files.
+        equivalent: Decides whether two answers mean the same; None means that they do if they are equal after
+            normalisation.
     """
 
     engine: Engine
@@ -270,14 +303,18 @@ class Elicitation:
     equivalent: Equivalent | None = None
 
     def make_predictions(self) -> list[Prediction]:
-        """Generate responses, read and judge the answers, and write the predictions."""
+        """Generate responses, read and judge the answers, and write the predictions.
+
+        Returns:
+            The predictions in the order of the questions, then of the samples.
+        """
         stated = "verbal" in self.kinds
         generation_settings = replace(self.settings, stated=stated, out=self._sibling("generations"))
         run = EvaluationRun(self.engine, self.questions, generation_settings)
         generations = run.collect(ScoredGeneration, run.score_keys)
         texts: dict[Key, str] = {}
         predictions = self._read_label_answers(generations, texts, stated=stated)
-        predictions += self._read_short_answers(generations, texts)
+        predictions += self._read_short_answers(generations, run.temperatures, texts)
         predictions.sort(key=lambda prediction: run.keys[prediction.key])
         proposals: list[Proposal] = []
         if "ptrue" in self.kinds:
@@ -299,7 +336,7 @@ class Elicitation:
     ) -> list[Prediction]:
         """Read the responses to questions with labels, as `evaluate` does, and add their labels to `texts`."""
         labelled = [question for question in self.questions if question.has_labels]
-        if not labelled:
+        if not labelled:  # `read` would raise an error
             return []
         ids = {question.id for question in labelled}
         sampling = SamplingOptions(
@@ -317,14 +354,24 @@ class Elicitation:
                 texts[prediction.key] = prediction.label
         return predictions
 
-    def _read_short_answers(self, generations: Sequence[Generation], texts: dict[Key, str]) -> list[Prediction]:
-        """Read and grade the responses to questions without labels, and add their answers to `texts`."""
+    def _read_short_answers(
+        self, generations: Sequence[Generation], temperatures: Sequence[float], texts: dict[Key, str]
+    ) -> list[Prediction]:
+        """Read and grade the responses to questions without labels, and add their answers to `texts`.
+
+        Args:
+            generations: The responses to all questions.
+            temperatures: The temperature of each of the k samples.
+            texts: (question, sample) -> the answer as it was written.
+
+        Returns:
+            The predictions. Their confidence is 0 until `_add_confidences` sets it.
+        """
         question_of = {question.id: question for question in self.questions if not question.has_labels}
-        temperatures = self.settings.temperature  # one for all samples, or one for each
         predictions = []
         for generation in generations:
             question = question_of.get(generation.question)
-            if question is None:
+            if question is None:  # the question has labels
                 continue
             answer = read_short_answer(
                 generation.text, question.grade or "exact", cut=generation.finish_reason == "length"
@@ -332,8 +379,6 @@ class Elicitation:
             is_right = answer.text is not None and is_right_answer(answer.text, question)
             if answer.text is not None:
                 texts[generation.key] = answer.text
-            temperature = temperatures if isinstance(temperatures, int | float) else temperatures[generation.sample]
-            # The answer and `correct` are set below, the confidence in `_add_confidences`.
             without_label = Answer(
                 label=None, source=answer.source or "none", confidence=0.0, label_logprobs=None, logsumexp=None
             )
@@ -341,7 +386,7 @@ class Elicitation:
                 question,
                 generation,
                 without_label,
-                temperature=temperature,
+                temperature=temperatures[generation.sample],
                 seed=self.settings.seed,
                 engine=self.engine.name,
             )
@@ -358,27 +403,30 @@ class Elicitation:
         """Return the distinct answers to every question, each as the first sample with this answer wrote it."""
         question_of = {question.id: question for question in self.questions}
         proposals: list[Proposal] = []
-        number_of: dict[str, int] = {}
-        seen: set[tuple[str, str]] = set()
+        answer_counts: Counter[str] = Counter()  # question id -> number of its distinct answers so far
+        seen: set[tuple[str, str]] = set()  # (question id, answer)
         for prediction in predictions:
             choice = prediction.choice
             if choice is None or (prediction.question, choice) in seen:
                 continue
             seen.add((prediction.question, choice))
-            number = number_of.get(prediction.question, 0)
-            number_of[prediction.question] = number + 1
             proposal = Proposal(
-                id=f"{prediction.question}#{number}",
+                id=f"{prediction.question}#{answer_counts[prediction.question]}",
                 question=question_of[prediction.question],
                 text=texts[prediction.key],
                 choice=choice,
                 is_right=prediction.is_correct,
             )
             proposals.append(proposal)
+            answer_counts[prediction.question] += 1
         return proposals
 
     def _judge(self, proposals: Sequence[Proposal]) -> dict[tuple[str, str], float | None]:
-        """Return a map from the question's id and the answer to P(True)."""
+        """Judge the proposed answers.
+
+        Returns:
+            (question id, answer) -> P(True); None if the server refused the judgement or gave neither label.
+        """
         settings = replace(self.settings, out=self._sibling("judgements"))
         judgements = judge_answers(self.engine, proposals, settings)
         ptrue_of: dict[tuple[str, str], float | None] = {}
@@ -390,6 +438,12 @@ class Elicitation:
     def _add_confidences(
         self, predictions: Sequence[Prediction], ptrue: Mapping[tuple[str, str], float | None]
     ) -> list[Prediction]:
+        """Give each prediction a confidence of every kind; those that are missing are None.
+
+        Args:
+            predictions: The predictions, with equivalent answers merged.
+            ptrue: (question id, answer) -> P(True).
+        """
         agreement = _measure_agreements(predictions)
         finished = []
         for prediction in predictions:
@@ -400,7 +454,9 @@ class Elicitation:
                 elif kind == "agreement":
                     confidences[kind] = agreement[prediction.key]
                 elif kind == "ptrue":
-                    confidences[kind] = ptrue.get((prediction.question, prediction.choice or ""))
+                    confidences[kind] = None
+                    if prediction.choice is not None:
+                        confidences[kind] = ptrue.get((prediction.question, prediction.choice))
                 else:
                     confidences[kind] = read_stated_confidence(prediction.text)
             main = self.kinds[0]
@@ -414,9 +470,7 @@ class Elicitation:
         self, out: Path, run: EvaluationRun, predictions: Sequence[Prediction], proposals: Sequence[Proposal]
     ) -> None:
         """Write the predictions, and the refused requests to a file next to them."""
-        generations = self._sibling("generations")
-        assert generations is not None
-        refusals = run.read_published(generations, ScoredGeneration).refusals
+        refusals = run.read_published(sibling_path(out, "generations"), ScoredGeneration).refusals
         refused = refused_path(out)
         if refusals:
             write_records(refused, refusals)
@@ -431,6 +485,7 @@ class Elicitation:
         refusals: Sequence[Refusal],
         proposals: Sequence[Proposal],
     ) -> Manifest:
+        """Make the manifest of the predictions: that of an evaluation, with the kinds and what they cost added."""
         manifest = run.make_manifest(Prediction, predictions, refusals)
         counts = dict(manifest.counts)
         counts["unanswered"] = sum(prediction.source == "none" for prediction in predictions)
@@ -458,7 +513,7 @@ class Elicitation:
 def merge_predictions(predictions: Sequence[Prediction], equivalent: Equivalent) -> list[Prediction]:
     """Replace each short answer to a question by the first one, in the order of the samples, that means the same.
 
-    Labels do not change. Votes and agreement then count equivalent answers together.
+    Labels do not change. Votes and agreement, if they are computed afterwards, count equivalent answers together.
 
     Args:
         predictions: Any number of samples of each question.
@@ -498,7 +553,18 @@ class KindSummary(NamedTuple):
 
 
 def summarise_kinds(predictions: Sequence[Prediction], kinds: Sequence[ConfidenceKind]) -> list[KindSummary]:
-    """Measure each kind of confidence on the same predictions."""
+    """Measure each kind of confidence on the same predictions.
+
+    Args:
+        predictions: Predictions that store every kind, as `evaluate_kinds` returns them.
+        kinds: The kinds to measure.
+
+    Returns:
+        One summary per kind, in the order of the kinds.
+
+    Raises:
+        ValueError: A prediction does not store one of the kinds.
+    """
     correct = [prediction.is_correct for prediction in predictions]
     summaries = []
     for kind in kinds:
@@ -517,7 +583,14 @@ def summarise_kinds(predictions: Sequence[Prediction], kinds: Sequence[Confidenc
 
 
 def choose_kind(predictions: Sequence[Prediction], kind: ConfidenceKind) -> list[Prediction]:
-    """Use one of the stored kinds as the confidence of every prediction; a missing confidence counts as 0.
+    """Use one of the stored kinds as the confidence of every prediction.
+
+    Args:
+        predictions: Predictions with several kinds of confidence.
+        kind: The kind to use.
+
+    Returns:
+        Copies of the predictions. A confidence that is missing, such as P(True) of a refused judgement, becomes 0.
 
     Raises:
         ValueError: A prediction does not store this kind.
@@ -526,7 +599,7 @@ def choose_kind(predictions: Sequence[Prediction], kind: ConfidenceKind) -> list
     for prediction in predictions:
         confidences = prediction.confidences or {}
         if kind not in confidences:
-            stored_kinds = ", ".join(confidences) or "label"
+            stored_kinds = ", ".join(confidences) or "label"  # a prediction of `evaluate` has only the label's own
             raise ValueError(f"confidence kind {kind}: {prediction.name} has {stored_kinds}")
         update = {"confidence": confidences[kind] or 0.0, "confidence_kind": kind}
         chosen.append(prediction.model_copy(update=update))
@@ -534,6 +607,7 @@ def choose_kind(predictions: Sequence[Prediction], kind: ConfidenceKind) -> list
 
 
 def _measure_agreements(predictions: Sequence[Prediction]) -> dict[Key, float]:
+    """Return (question, sample) -> the agreement of its answer with the answers of all samples of the question."""
     by_question: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         by_question.setdefault(prediction.question, []).append(prediction)

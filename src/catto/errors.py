@@ -16,10 +16,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 # A message is read in a terminal; the content of a file must not fill it.
-MOST_CHARACTERS = 500
+MAX_CHARACTERS = 500
+MAX_NAME_CHARACTERS = 60  # of a field or another name in a message
+_CUT_MARK = " ..."  # stands for the part of a text that was cut out
 # Maximum nesting depth of lists and objects; a record has four levels.
-MOST_DEPTH = 64
-TOO_DEEP = f"lists and objects are nested more than {MOST_DEPTH} deep"
+MAX_DEPTH = 64
+TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} deep"
 UNKNOWN = object()  # stands for a validated value that is not available
 # Characters that move the cursor, change colours or reverse letters in a terminal; line breaks and tabs stay.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -51,8 +53,9 @@ def data_errors_at(
 
     Args:
         source: The file, or another name for the input.
-        row: The row in the file.
-        value: The value that pydantic validates inside the block; see `find_first_problem`.
+        row: The row in the file; None if the input has no rows or the problem is not in a single row.
+        value: The value that pydantic validates inside the block. It helps to name the field and to quote its value.
+            UNKNOWN if the block validates nothing or if the value is not available.
         field: Text to put before the message, such as `notes: `.
 
     >>> with data_errors_at("answers.csv", 17):
@@ -72,31 +75,40 @@ def data_errors_at(
         raise DataError(source, row, field + problem) from None
 
 
-def shorten_text(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return the text on one line, with control characters escaped; the middle of a long text is cut out.
+def shorten_text(text: str, max_length: int = MAX_CHARACTERS) -> str:
+    """Return the text on one line, with the middle of a long text replaced by ` ...`.
+
+    Line breaks, tabs and other runs of white space become single spaces. Other characters that cannot be printed, such
+    as those that control a terminal, are escaped.
 
     Args:
         text: The text.
-        most: Maximum length of the result in characters.
+        max_length: Maximum length of the result in characters, at least 5.
 
     Returns:
-        The shortened text.
+        The shortened text; empty if the text consists of white space.
 
-    >>> shorten_text("a\\nb" + 20 * "c", most=12)
+    >>> shorten_text("a\\nb" + 20 * "c", max_length=12)
     'a bcc ...ccc'
+    >>> shorten_text("red\\x1b")
+    'red\\\\x1b'
     """
-    if len(text) > 4 * most:  # escaping 25 MB to keep 500 characters is slow
-        text = text[: 2 * most] + text[-2 * most :]
+    # Only the two ends of a very long text are kept here, since escaping 25 MB to show 500 characters is slow. Each end
+    # has twice the length of the result. So the place where they meet is cut out below, unless the ends are mostly
+    # white space.
+    end_length = 2 * max_length
+    if len(text) > 2 * end_length:
+        text = text[:end_length] + text[-end_length:]
     line = " ".join(text.split())
     if not line.isprintable():
         line = "".join(map(_escape_unprintable, line))
-    if len(line) <= most:
+    if len(line) <= max_length:
         return line
-    tail_length = most // 4
-    head_length = most - tail_length - 4
+    tail_length = max_length // 4  # only a quarter: the beginning of a text says more than its end
+    head_length = max_length - tail_length - len(_CUT_MARK)
     head = line[:head_length].rstrip()
     tail = line[-tail_length:]
-    return f"{head} ...{tail}"
+    return f"{head}{_CUT_MARK}{tail}"
 
 
 def _escape_unprintable(character: str) -> str:
@@ -116,16 +128,16 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def join_names(names: Sequence[object], most: int = 12) -> str:
-    """Return names separated by commas, and how many more there are.
+def join_names(names: Sequence[object], max_names: int = 12) -> str:
+    """Return the first names, shortened and separated by commas, then the number of the others if there are any.
 
-    >>> join_names(["a", "b", "c"], most=2)
+    >>> join_names(["a", "b", "c"], max_names=2)
     'a, b and 1 more'
     """
-    shown = ", ".join(shorten_text(str(name), 60) for name in names[:most])
-    if len(names) <= most:
+    shown = ", ".join(shorten_text(str(name), MAX_NAME_CHARACTERS) for name in names[:max_names])
+    if len(names) <= max_names:
         return shown
-    return f"{shown} and {len(names) - most} more"
+    return f"{shown} and {len(names) - max_names} more"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -139,31 +151,41 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; raise a ValueError with a plain message. A key that occurs twice in one object is an error.
+    """Parse JSON, with plain messages for errors. A key that occurs twice in one object is an error.
+
+    Raises:
+        ValueError: The text is not JSON, repeats a key, is nested more than MAX_DEPTH deep, has a whole number with too
+            many digits, or has text that is not valid Unicode.
 
     >>> parse_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
     ValueError: key 'a' occurs twice in one object
     """
-    # pydantic's parser is several times as fast as Python's, but keeps the last of two equal keys. If the parsed
-    # object has as many keys as the text has `":`, no duplicate was dropped. This needs colons right after the quotes.
+    # pydantic's parser is several times as fast as Python's, but if a key is repeated, it silently keeps the last one.
+    # So its result is used only if it has as many keys as the text has `":`: then no key was dropped. In all other
+    # cases, `_parse_strictly` returns the value or says what is wrong.
     try:
         value = from_json(text)
     except ValueError:
         return _parse_strictly(text)
     has_space_before_colon = " :" in text or "\t:" in text or "\n:" in text or "\r:" in text
-    if has_space_before_colon:
+    if has_space_before_colon:  # such a key is not counted as `":`
         return _parse_strictly(text)
     written_keys = text.count('":')
-    # A nested object would add its own keys to `written_keys`. Most lines are flat, and this halves their time.
+    # Most lines are flat objects, and this check halves their time. `len` leaves out the keys of nested objects, so the
+    # check fails if there are any. Lists may be nested too deeply without any key, so `_count_keys` checks them.
     is_flat = type(value) is dict and "[" not in text and len(value) == written_keys
     if is_flat or _count_keys(value) == written_keys:
         return value
     return _parse_strictly(text)
 
 
-def _count_keys(value: Any, depth_left: int = MOST_DEPTH) -> int:
-    """Count the keys of all objects; raise ValueError for nesting so deep that recursive code might fail on it."""
+def _count_keys(value: Any, depth_left: int = MAX_DEPTH) -> int:
+    """Count the keys of all objects inside a value.
+
+    Raises:
+        ValueError: Lists and objects are nested more than `depth_left` deep. Recursive code might fail on such a value.
+    """
     if type(value) not in (dict, list):
         return 0
     if depth_left == 0:
@@ -181,7 +203,11 @@ def _count_keys(value: Any, depth_left: int = MOST_DEPTH) -> int:
 
 
 def _parse_strictly(text: str) -> Any:
-    """Parse JSON with Python's parser, whose errors say what is wrong; `_DECODER` refuses duplicate keys."""
+    """Parse JSON with Python's parser, which is slower than pydantic's, but refuses repeated keys (see `_DECODER`).
+
+    Raises:
+        ValueError: The text cannot be used, for one of the reasons that `parse_json` lists. The message says which.
+    """
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
@@ -218,11 +244,11 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_build_unique_dict)
 
 
 def describe_first_problem(error: ValidationError, value: object = UNKNOWN) -> str:
-    """Describe the first problem of a pydantic error in one line.
+    """Describe the first problem of a pydantic error in one line, and count the other problems.
 
     Args:
         error: The error.
-        value: The value that was validated.
+        value: The value that was validated; UNKNOWN if it is not available.
 
     Returns:
         The field, what was expected, and the actual value.
@@ -260,7 +286,7 @@ def find_first_problem(error: ValidationError, value: object = UNKNOWN) -> tuple
     same_field = [problem for problem in problems if problem.field_path == first.field_path]
     expectation = _join_expectations([_describe_expectation(problem.details) for problem in same_field])
     message = _complete_message(expectation, first)
-    return [shorten_text(part, 60) for part in first.field_path], message
+    return [shorten_text(part, MAX_NAME_CHARACTERS) for part in first.field_path], message
 
 
 class _LocatedProblem(NamedTuple):
@@ -339,9 +365,9 @@ _EXPECTED = {
 
 
 def _describe_expectation(details: Any) -> str:
-    """Return our message for a problem that pydantic reports; without one, pydantic's own message."""
+    """Return our message for a problem that pydantic reports, or pydantic's own message if we have none."""
     kind = details["type"]
-    context = details.get("ctx", {})
+    context = details.get("ctx", {})  # the numbers and names of the message, such as `max_length`
     if kind in _EXPECTED:
         return _EXPECTED[kind].format(**context)
     if kind == "too_short":
@@ -349,10 +375,10 @@ def _describe_expectation(details: Any) -> str:
     if kind == "too_long":
         return f"expected at most {_count_entries(context['max_length'])}"
     if kind in ("literal_error", "union_tag_invalid"):
-        choices = context.get("expected") or context["expected_tags"]
+        choices = context["expected"] if kind == "literal_error" else context["expected_tags"]
         return f"expected {choices}".replace("'", "")
     message = str(details["msg"])
-    return shorten_text(message.removeprefix("Value error, "))
+    return shorten_text(message.removeprefix("Value error, "))  # pydantic's prefix for errors of our validators
 
 
 def _count_entries(count: int) -> str:
@@ -360,9 +386,14 @@ def _count_entries(count: int) -> str:
 
 
 def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
-    """Follow pydantic's path through the value, and keep the parts that exist; the name of a missing field is kept too.
+    """Follow pydantic's path through the validated value to the field that has the problem.
 
-    If the value is UNKNOWN, all parts are kept, and the actual value is the input that pydantic reports.
+    Of the path, only the parts that exist in the value are kept, and the name of a missing field. If the value is
+    UNKNOWN, all parts are kept, and the actual value is the input that pydantic reports.
+
+    Args:
+        problem: What pydantic says about the problem.
+        value: The whole value that was validated.
     """
     location: tuple[str | int, ...] = problem["loc"]
     if value is UNKNOWN:
@@ -376,7 +407,8 @@ def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
         try:
             actual = actual[part]
         except (KeyError, IndexError, TypeError):  # `part` is a type that pydantic added, or a missing field
-            is_missing_field = part == location[-1] and _EXPECTED.get(problem["type"]) == "missing"
+            is_about_missing_field = _EXPECTED.get(problem["type"]) == "missing"
+            is_missing_field = is_about_missing_field and part == location[-1]
             if not is_missing_field:
                 continue
         parts.append(str(part))
@@ -384,7 +416,7 @@ def _locate_problem(problem: Any, value: Any) -> _LocatedProblem:
 
 
 def find_field(fields: Mapping[str, Any], name: str) -> Any:
-    """Return a field of a row; raise ValueError if it is missing.
+    """Return the value of a field of a row, which may be None; raise ValueError if the field is missing.
 
     `a.b` is field b inside a, and `a.0` is the first entry of a list a. If a is a list, `a.b` lists b of every entry. A
     field that is itself named `a.b` takes precedence.

@@ -26,6 +26,7 @@ from catto.metrics.resampling import Answers, BootstrapOptions, MetricFunction, 
 from catto.metrics.statistics import Method, bootstrap_table, null_table
 from catto.recipe.settings import FEW_QUESTIONS
 
+# Converts a result to plain JSON values; nan and infinite numbers become null.
 jsonable = partial(to_jsonable_python, inf_nan_mode="null")
 # Mean confidence minus accuracy. It has its own row, whichever metrics are chosen.
 GAP = "gap"
@@ -43,7 +44,7 @@ class MeasureSettings:
     """What is measured and how.
 
     Attributes:
-        metrics: Names in METRICS; `gap` may be among them.
+        metrics: Names in METRICS; for `measure_runs` and `compare_runs`, `gap` may be among them.
         bins: Number of bins for binned metrics.
         resamples: Number of bootstrap resamples. None means 1000, or 200 above 200,000 rows.
         level: Confidence level of the intervals.
@@ -65,9 +66,9 @@ class MeasureSettings:
         return RESAMPLES if rows <= MANY_ROWS else FEW_RESAMPLES
 
     def options(self, runs: Sequence[Answers], tick: Tick) -> BootstrapOptions:
-        """Return the options for resampling these runs."""
-        most_rows = max(np.size(run.confidence) for run in runs)
-        return {"resamples": self.draws(most_rows), "level": self.level, "seed": self.seed, "tick": tick}
+        """Return the options for resampling these runs; the largest run determines the number of resamples."""
+        max_rows = max(np.size(run.confidence) for run in runs)
+        return {"resamples": self.draws(max_rows), "level": self.level, "seed": self.seed, "tick": tick}
 
     def steps(self, rows: int) -> int:
         """Return how often `measure_runs` ticks for a run with this number of rows.
@@ -97,7 +98,12 @@ def _find_function(name: str) -> MetricFunction:
 
 @dataclass(frozen=True)
 class MetricResult:
-    """One metric: its value, its interval and, for calibration metrics, the null band."""
+    """One metric.
+
+    Attributes:
+        interval: Its value, with the bootstrap interval.
+        null: What a perfectly calibrated model would score by chance; None unless it is a calibration metric.
+    """
 
     interval: Interval
     null: NullBand | None
@@ -113,7 +119,7 @@ def measure_runs(
     interval of `gap`, a mean over rows, is always kept.
 
     Args:
-        runs: The runs.
+        runs: One or more runs.
         settings: The metrics, which may include `gap`, and how they are resampled.
         tick: Called once per resample, and once per simulation for the null bands.
 
@@ -146,16 +152,23 @@ def measure_runs(
 def compare_runs(
     a: Sequence[Answers], b: Sequence[Answers], settings: MeasureSettings, swaps: int = 0, tick: Tick = lambda: None
 ) -> dict[str, Comparison]:
-    """Compare two methods run by run on the same questions, metric by metric; see `compare_table`.
+    """Compare two methods on the same questions, metric by metric, with an interval and a test of each difference.
 
-    An interval that does not contain the difference is removed, see `drop_invalid_interval`.
+    The interval is a bootstrap over questions. The test swaps the answers of the two methods to random questions; see
+    `compare_table`. Like `measure_runs`, this removes an interval that does not contain its own difference.
 
     Args:
-        a: The runs of one method.
-        b: The runs of the other, in the same order.
+        a: The runs of the first method, with one answer per question each. Question ids are required.
+        b: Equally many runs of the second method. Each answers the same questions as the run of a at the same index.
         settings: The metrics and how they are resampled.
         swaps: Maximum number of swaps in the test, if larger than the number of resamples.
         tick: Called once per resample and once per swap.
+
+    Returns:
+        Name of a metric -> its mean over the runs of a and over those of b, and the difference a - b.
+
+    Raises:
+        DataError: A run has no question ids, two runs answer different questions, or a run answers a question twice.
     """
     comparisons = compare_table(settings.functions(), a, b, swaps=swaps, **settings.options(a, tick))
     return {name: drop_invalid_interval(comparison) for name, comparison in comparisons.items()}
@@ -172,11 +185,11 @@ class Summary:
         mean_confidence: Mean confidence.
         gap: Mean confidence minus accuracy. Its interval has nominal coverage; the interval of an ECE may not.
         debiased_ece: The debiased ECE.
-        sources: How the answers were parsed; None if the file does not say.
+        sources: How many answers were parsed in which way; None if the file does not say.
         fallback_rate: Share of forced answers; None if the file does not say.
         accuracy_unparsed_wrong: Accuracy with forced answers counted as wrong; None if the file does not say.
         settings: How it was measured.
-        metrics: Name -> result.
+        metrics: Name of a metric -> its result. `gap` has its own field instead.
     """
 
     rows: int
@@ -205,12 +218,12 @@ def summarise_answers(
     """Measure the answers of a file: the metrics in the settings, and always `gap` and the debiased ECE.
 
     Args:
-        answers: The answers.
+        answers: The answers of a file.
         settings: The metrics and how they are resampled; None means the defaults of `MeasureSettings`.
-        tick: Called `settings.steps(rows)` times.
+        tick: Called `settings.steps(rows)` times, to move a progress bar.
 
     Returns:
-        The summary. `resamples` in its `settings` is the number of resamples that were drawn, even if it was None.
+        The summary. The `resamples` of its `settings` is the number that was drawn, even if it was given as None.
     """
     settings = settings or MeasureSettings()
     settings = replace(settings, resamples=settings.draws(len(answers)))
@@ -242,16 +255,17 @@ def summarise_answers(
 
 
 def shows_gap(gap: Interval, accuracy: float, questions: int) -> bool:
-    """Return whether the mean confidence is measurably off: whether the interval of the gap excludes 0.
+    """Return whether the answers show overconfidence or underconfidence on average: the gap's interval excludes 0.
 
-    A single mean may show a gap that the noise of the bins hides in the ECE. In two cases the interval is too narrow to
-    be trusted, and the result is False: with few questions, and if all answers are right or all are wrong, because
-    resampling then never changes the accuracy.
+    The mean over all answers has less noise than the bins of the ECE, so it may show what the ECE does not.
+
+    In two cases the interval is too narrow to be trusted, and the result is False: with few questions, and if all
+    answers are right or all are wrong, because resampling then never changes the accuracy.
 
     Args:
-        gap: Mean confidence minus accuracy.
+        gap: Mean confidence minus accuracy, with its interval.
         accuracy: Share of right answers.
-        questions: Number of questions.
+        questions: Number of questions; fewer than FEW_QUESTIONS are too few.
     """
     enough_questions = questions >= FEW_QUESTIONS
     accuracy_varies = 0 < accuracy < 1
@@ -264,9 +278,12 @@ def describe_verdict(summary: Summary) -> str | None:
     """Return one sentence that says whether the ECE is below, above or within what a calibrated model scores by chance.
 
     The result is None if the ECE was not measured, or if too many answers were forced or are missing.
+
+    For example: "ECE 9.1 lies above what a perfectly calibrated model would score by chance (2.0 to 4.5): overconfident
+    by 8.7 points on average."
     """
     ece = summary.metrics.get("ece")
-    # The warning says that too many answers were forced: the ECE would then describe the fallback, not the model.
+    # After the warning that too many answers were forced or are missing, the ECE would not describe the model.
     has_warning = summary.warning is not None
     if ece is None or ece.null is None or has_warning:
         return None
@@ -275,48 +292,54 @@ def describe_verdict(summary: Summary) -> str | None:
     measured = f"ECE {ece_points:.1f} lies"
     if ece_points < 100 * ece.null.low:
         return f"{measured} below {chance}, as after fitting a calibrator to these very rows."
-
     gap = summary.gap
-    gap_points = 100 * gap.value  # mean confidence minus accuracy: above 0 is overconfidence
-    direction = "over" if gap_points > 0 else "under"
-    confident = f"{direction}confident by {abs(gap_points):.1f} points on average"
+    gap_points = 100 * gap.value
     if ece_points > 100 * ece.null.high:
         # |gap| <= ECE. If it is less than half the ECE, overconfident and underconfident bins largely cancel out.
         signs_cancel = abs(gap_points) < ece_points / 2
         if signs_cancel:
             mixed = f"too sure in some bins and not sure enough in others, {gap_points:+.1f} points on average"
             return f"{measured} above {chance}: {mixed}."
-        return f"{measured} above {chance}: {confident}."
+        return f"{measured} above {chance}: {_describe_gap(gap_points)}."
     questions = summary.questions or summary.rows  # without question ids, every row counts as a question
     if shows_gap(gap, summary.accuracy, questions):
         ends = f"{100 * gap.low:+.1f} to {100 * gap.high:+.1f}"
-        return f"{measured} within {chance}, but the answers are {confident} ({ends})."
+        return f"{measured} within {chance}, but the answers are {_describe_gap(gap_points)} ({ends})."
     return f"{measured} within {chance}: no miscalibration shows in {summary.rows:,} answers."
+
+
+def _describe_gap(gap_points: float) -> str:
+    """Describe mean confidence minus accuracy, in percentage points: above 0 is overconfidence."""
+    direction = "over" if gap_points > 0 else "under"
+    return f"{direction}confident by {abs(gap_points):.1f} points on average"
 
 
 def _describe_chance(null: NullBand, level: float) -> str:
     """Describe the null band; a level other than the default is mentioned."""
     cases = ""
-    is_default_level = level == MeasureSettings.level
-    if not is_default_level:
+    if level != MeasureSettings.level:
         cases = f" in {100 * level:g} % of cases"
     ends = f"{100 * null.low:.1f} to {100 * null.high:.1f}"
     return f"what a perfectly calibrated model would score by chance{cases} ({ends})"
 
 
 def explain_missing_interval(summary: Summary) -> list[str]:
-    """Return a sentence for each calibration metric whose interval was removed, with the numbers to read instead."""
+    """Explain each calibration metric whose interval was removed, because it did not contain the metric's own value.
+
+    Returns:
+        One sentence per metric, with the numbers to read instead of the interval.
+    """
     gap = summary.gap
-    shift = f"mean confidence minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
+    gap_text = f"mean confidence minus accuracy {100 * gap.value:+.1f} ({100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     sentences = []
     for name, metric in summary.metrics.items():
         was_removed = metric.interval.reason is not None
-        if not was_removed or metric.null is None:
+        if not was_removed or metric.null is None:  # only calibration metrics have a null band
             continue
         instead = [f"by chance {100 * metric.null.low:.1f} to {100 * metric.null.high:.1f}"]
         if name != "debiased_ece":
             instead.append(f"debiased ECE {100 * summary.debiased_ece:.1f}")
-        instead.append(shift)
+        instead.append(gap_text)
         sentences.append(
             f"{METRICS[name].title} has no interval: resampling raises it, so the percentiles exclude its own value. "
             f"Instead: {', '.join(instead)}."

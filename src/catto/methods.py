@@ -78,7 +78,7 @@ class Method:
     calibration: Calibration = "none"
     rcft_weight: float = 0.0  # weight of RCFT's ECE term; 0 means CFT
     stream: Stream = "none"
-    preference_loss: bool = True  # False means the calibration term alone, for as many steps
+    preference_loss: bool = True  # False: the calibration term is the only loss, with the same number of steps
     loss_type: tuple[str, ...] = ()  # TRL's loss types, added with equal weights; empty: the recipe's, or TRL's default
     preference_tokens: PreferenceTokens = "all"
     only_from: Start | None = None  # recipes with a different start cannot use the method
@@ -141,7 +141,9 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: str) -> Method:
-    """Return an entry of METHODS; for a name with a suffix from SCALINGS, make an entry with a rescaled confidence.
+    """Return the method with this name: an entry of METHODS, or one made for a name with a suffix from SCALINGS.
+
+    A method with such a suffix starts from the model of the method without it, and only rescales the confidence.
 
     Raises:
         KeyError: There is no such method; see `is_known_method`.
@@ -180,7 +182,11 @@ def scaled_kind(name: str) -> ScalingKind:
 
 
 def start_of(row: Method, start: Start) -> str:
-    """Return the method whose model a method starts from, in a recipe with this start.
+    """Return the name of the method whose model a method starts from; `base` is the given base model.
+
+    Args:
+        row: The method.
+        start: Where the recipe's methods start. With `base`, a method that would start from `sft` starts from `base`.
 
     >>> start_of(METHODS["dpo"], "sft"), start_of(METHODS["dpo"], "base"), start_of(METHODS["cft"], "base")
     ('sft', 'base', 'dpo')
@@ -220,7 +226,10 @@ def method_sort_key(name: str) -> tuple[int, int, str]:
 
 
 def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the options of `CATTOConfig` that the method sets itself; a recipe's values are for other methods.
+    """Return the recipe's options of `CATTOConfig` without those that the method sets itself.
+
+    A method with its own loss types also ignores the recipe's weights and label smoothing, which are for the recipe's
+    loss types.
 
     >>> without_overridden(METHODS["ipo"], {"beta": 0.2, "loss_type": "sigmoid"})
     {'beta': 0.2}
@@ -234,7 +243,7 @@ def without_overridden(row: Method, settings: Mapping[str, Any]) -> dict[str, An
 
 
 def options_read_by(calibration: Calibration, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the options that this calibration term uses, and those that belong to no term.
+    """Return the options without those that only other calibration terms use.
 
     >>> options_read_by("none", {"beta": 0.2, "calibration_weight": 5.0})
     {'beta': 0.2}

@@ -42,8 +42,8 @@ THRESHOLD_FILE = "catto_threshold.json"
 CARD_FILE = "README.md"
 CARD_START = "<!-- written by catto calibrate -->"
 CARD_END = "<!-- end of catto calibrate -->"
-# The rule of answers from `catto eval`. They have one sample per question, which every rule chooses.
-ONE_SAMPLE = "most confident"
+# The rule in the protocol of answers from `catto eval`. With one sample per question, all rules choose the same answer.
+RULE_FOR_ONE_SAMPLE = "most confident"
 
 
 class LabelConfidence(NamedTuple):
@@ -79,8 +79,12 @@ class ModelCalibration:
             logits: (V,) logits of the next token at the position of the label, as an array or a torch tensor.
             label_ids: Label -> id of its first token, in the form used at this position (after a space or not).
 
+        Returns:
+            The most probable label (in a tie, the first one), its calibrated confidence, and whether to abstain.
+
         Raises:
-            ValueError: The calibrator is for a choice among several samples, or the shape of the logits is not (V,).
+            ValueError: The calibrator is for an answer chosen among several samples, or the logits do not have the
+                shape (V,).
 
         >>> from catto.metrics.calibrators import Temperature
         >>> calibration = ModelCalibration(Fitted(Temperature(tau=2.0)))
@@ -103,7 +107,7 @@ class ModelCalibration:
 
 
 def _as_array(logits: Any) -> Floats:
-    """Return the logits in float64; a torch tensor may be in bfloat16, on a GPU or require a gradient."""
+    """Return the logits in float64, (V,). A torch tensor may be in bfloat16, be on a GPU or require a gradient."""
     if hasattr(logits, "detach"):
         logits = logits.detach().float().cpu().numpy()
     array = np.asarray(logits, dtype=np.float64)
@@ -123,6 +127,9 @@ def load_calibrator(path: str | Path) -> ModelCalibration:
 
     Args:
         path: The model's folder, or a calibrator file from `catto calibrate fit --out`, which has no threshold.
+
+    Returns:
+        The calibrator, and the threshold if the folder has one.
 
     Raises:
         DataError: There is no calibrator, or the threshold was fitted with a different calibrator.
@@ -209,9 +216,10 @@ def fit_model(
     Args:
         path: Answers of `catto eval` or `catto select`, or the log of `catto serve`. Without a target, any answers.
         kind: The kind of calibrator.
-        on: Whether the calibrator reads the confidence or the label log-probabilities.
+        on: What the calibrator reads: `confidence`, or `labels` for the label log-probabilities.
         names: Names of the columns.
-        unparsed: Whether forced answers count as wrong.
+        unparsed: How forced answers count: `wrong` counts all of them as wrong, `fallback` grades them like any other
+            answer.
         target: The guarantee that the threshold should give; None fits no threshold.
 
     Returns:
@@ -262,6 +270,16 @@ def _read_has_label(path: Path, names: ColumnNames) -> Bools:
 def describe_origin(path: Path, names: ColumnNames) -> AnswerOrigin:
     """Find out how the answers of a file were made, from its manifest or its rows.
 
+    The file may have final answers of `catto select`, the log of `catto serve`, or predictions of `catto eval`. A file
+    of another tool does not say how its answers were made.
+
+    Args:
+        path: The file.
+        names: Names of the columns.
+
+    Returns:
+        The protocol and the models as far as the file tells them, and which columns and rows to fit on.
+
     Raises:
         DataError: There are no answers, or the log of a gateway has no answers to fit on.
     """
@@ -282,7 +300,10 @@ def describe_origin(path: Path, names: ColumnNames) -> AnswerOrigin:
 
 
 def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
-    """Describe predictions of `catto eval` as answers of one sample each; several temperatures give no protocol."""
+    """Describe predictions of `catto eval`, whose answers come from one sample each.
+
+    A protocol has a single temperature, so predictions at several temperatures have no protocol.
+    """
     models = tuple(sorted({str(row["model"]) for row in rows}))
     temperatures = {row["temperature"] for row in rows}
     if len(temperatures) > 1:
@@ -290,8 +311,9 @@ def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]])
     forced_labels = [row["label"] for row in rows if row["source"] == "fallback"]
     fallback = None
     if forced_labels:
+        # Without a label, the engine could not continue the response to an answer.
         fallback = "none" if None in forced_labels else "answer"
-    settings = {"rule": ONE_SAMPLE, "k": 1, "temperature": temperatures.pop(), "fallback": fallback}
+    settings = {"rule": RULE_FOR_ONE_SAMPLE, "k": 1, "temperature": temperatures.pop(), "fallback": fallback}
     kind = rows[0].get("confidence_kind")
     if kind != "label":  # a protocol stores only the other kinds
         settings["confidence_kind"] = kind
@@ -301,8 +323,9 @@ def _describe_predictions(names: ColumnNames, rows: Sequence[Mapping[str, Any]])
 def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, Any]]) -> AnswerOrigin:
     """Choose the answers to fit on from a gateway's log, and describe how they were made.
 
-    After an alarm, a calibrator must be fitted on new answers, so those up to the last alarm are left out. A fit
-    describes one protocol and one model, so only answers with the most frequent pair are kept.
+    The gateway raises an alarm when its answers turn out worse than promised. A calibrator must then be fitted on new
+    answers, so those up to the last alarm are left out. A fit describes one protocol and one model, so only answers
+    with the most frequent pair are kept.
 
     Returns:
         The origin, whose confidence column is `confidence_raw`: the gateway may have calibrated `confidence`.
@@ -312,7 +335,8 @@ def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, An
     """
     first_row = 0
     for row, fields in enumerate(rows):
-        evidence = fields.get("evidence") or 0.0  # that answers are worse than promised; None without a promise
+        # The evidence that the answers are worse than promised; None if no promise covers this answer.
+        evidence = fields.get("evidence") or 0.0
         is_alarm = evidence >= ALARM_LIMIT
         if is_alarm:
             first_row = row + 1
@@ -328,14 +352,14 @@ def _describe_log(path: Path, names: ColumnNames, rows: Sequence[Mapping[str, An
         problem = "the log has the confidence of only one sample: fit on the answers of catto select"
         raise DataError(path, None, f"answers were chosen among {protocol.k} samples, and {problem}")
     usable_rows = []
-    for row, maker in enumerate(made_by, first_row):
-        if maker == most_frequent:
+    for row, protocol_and_model in enumerate(made_by, first_row):
+        if protocol_and_model == most_frequent:
             usable_rows.append(row)
     return AnswerOrigin(replace(names, confidence="confidence_raw"), usable_rows, protocol, (model,))
 
 
 def _check_answers_for_threshold(path: Path, origin: AnswerOrigin, answers: GradedAnswers) -> None:
-    """Raise DataError for answers that no threshold can be fitted on."""
+    """Raise DataError unless the file says how its answers were made, and each question has exactly one of them."""
     if origin.protocol is None:
         expected = "answers of catto eval at one temperature, of catto select, or the log of catto serve"
         raise DataError(path, None, f"does not say how its answers were made; a threshold needs {expected}")
@@ -347,9 +371,15 @@ def _check_answers_for_threshold(path: Path, origin: AnswerOrigin, answers: Grad
 def _split_questions(answers: GradedAnswers, rows: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """Split rows into two halves by the digests of their questions, so the order in the file does not matter.
 
-    Every answer names its question, as `_check_answers_for_threshold` has checked.
+    Args:
+        answers: All answers of the file. Each names its question.
+        rows: The rows to split, counted from 0.
+
+    Returns:
+        The rows of the two halves, in increasing order. For an odd number of rows, the second half has one more.
     """
-    questions = answers.question or []
+    questions = answers.question
+    assert questions is not None  # checked by `_check_answers_for_threshold`
     ordered = sorted(rows, key=lambda row: sha256(questions[row].encode()).hexdigest())
     middle = len(ordered) // 2
     return sorted(ordered[:middle]), sorted(ordered[middle:])

@@ -45,10 +45,12 @@ if TYPE_CHECKING:
 R = TypeVar("R", ScoredGeneration, Prediction)
 T = TypeVar("T")
 EvaluationProgress = Callable[[int, int, int], None]  # (records so far, all records, correct predictions)
+# Texts at which a response ends, and those for a response that also states a confidence.
 STOP = ("</answer>",)
 STOP_STATED = ("</confidence>",)
 # Predictions are written after this many batches, so a kill loses at most these.
 BATCHES_PER_CHUNK = 4
+# What the records are called in manifests and messages.
 PLURALS: dict[type, str] = {ScoredGeneration: "generations", Prediction: "predictions"}
 OTHER_RUN = "belongs to other settings, questions or a different model: use those, or a different file"
 
@@ -65,7 +67,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class EvaluationOptions(SamplingOptions, total=False):
-    """All keyword arguments of an evaluation; see `EvaluationRunSettings`."""
+    """All keyword arguments of an evaluation; see `EvaluationRunSettings` for their meanings and defaults."""
 
     out: Path | None
     progress: EvaluationProgress | None
@@ -85,9 +87,10 @@ class EvaluationRunSettings:
         reasoning: Whether the model is asked to reason before it answers.
         stated: Whether the model is asked to state its confidence after the answer.
         out: The file of records; None writes no file.
-        progress: Called with the number of records so far, of all records, and of correct predictions.
-        retry_refused: Whether refused requests are sent again.
-        max_refused: Largest share of refused questions; a larger share raises ServerError.
+        progress: Called with the number of records so far, of all records, and of correct predictions; None reports
+            nothing.
+        retry_refused: Whether the requests that an earlier run stored as refused are sent again.
+        max_refused: Largest share of refused questions; a larger share raises ServerError, and 1 means no limit.
     """
 
     k: int = 1
@@ -108,17 +111,23 @@ class EvaluationRunSettings:
 def evaluate(engine: Engine, questions: Iterable[Question], **options: Unpack[EvaluationOptions]) -> list[Prediction]:
     """Answer every question k times.
 
-    `out` is written as `<name>.part.jsonl` first: a killed run resumes and gives the same file. A finished file is only
-    read. A request that a server refuses for good has no prediction and is listed in `<name>.refused.jsonl`.
+    A run with the file `out` can be killed and started again: it resumes, and gives the same file. Until the run is
+    finished, its predictions are in `<name>.part.jsonl`. If the file is already finished, it is read, and nothing is
+    generated. A request that a server refuses for good has no prediction and is listed in `<name>.refused.jsonl`.
 
     Args:
         engine: The engine that runs the model.
-        questions: The questions.
+        questions: The questions, with distinct ids.
         **options: The fields of `EvaluationRunSettings`; by default one greedy response of at most 512 tokens with
-            reasoning.
+            reasoning, and no file.
 
     Returns:
         The predictions in the order of the questions, then of the samples.
+
+    Raises:
+        ValueError: The questions cannot be asked with these settings; see `check_evaluation`.
+        DataError: `out` was made with other settings or questions, or with a different model.
+        ServerError: Too many requests were refused.
     """
     run = EvaluationRun(engine, questions, EvaluationRunSettings(**options))
     return run.collect(Prediction, run.answer_keys)
@@ -129,12 +138,12 @@ def generate(
 ) -> list[ScoredGeneration]:
     """Generate the responses that `evaluate` with the same options reads; it resumes in the same way.
 
-    The scores of the labels, where the current parser finds them, are stored with the text. They are cheap at this
-    point, because the engine still has its states.
+    The scores of the labels at the answer, as the current parser finds it, are stored with the text. Scoring is cheap
+    at this point, because the engine still has the hidden states of the responses.
 
     Args:
         engine: The engine that runs the model.
-        questions: The questions.
+        questions: The questions, with distinct ids.
         **options: The fields of `EvaluationRunSettings`.
 
     Returns:
@@ -167,16 +176,18 @@ def read(
         questions: The questions that were asked.
         generations: The stored generations.
         out: The file of predictions; None writes no file.
-        progress: See `EvaluationRunSettings`.
+        progress: Called with the number of predictions so far, of all predictions, and of correct ones; None reports
+            nothing.
         **sampling: How the questions were asked; see `EvaluationRunSettings`.
 
     Returns:
-        The predictions. A sample without a generation was refused and has no prediction.
+        The predictions in the order of the questions, then of the samples. A sample without a generation was refused
+        and has no prediction.
 
     Raises:
         ValueError: A generation is for a question or sample that `questions` and `sampling` do not include.
     """
-    # `max_refused` was checked when the responses were generated.
+    # There is no limit on refusals here: it was checked when the responses were generated.
     settings = EvaluationRunSettings(out=out, progress=progress, max_refused=1.0, **sampling)
     run = EvaluationRun(engine, questions, settings)
     generation_of = {generation.key: generation for generation in generations}
@@ -192,7 +203,7 @@ def read(
             else:
                 reason = "the request was refused when it was generated"
                 yield Refusal(refused=reason, question=key[0], sample=key[1])
-        # Reading a reply may have added a request that continues it.
+        # By now all generations have been read. For a server's reply, this may have added a request to continue it.
         if run.todo:
             yield from engine.generate(run.todo)
 
@@ -202,7 +213,18 @@ def read(
 def evaluate_model(
     model: Any, tokenizer: Any, questions: Iterable[Question], *, batch_size: int = 16, **options: Any
 ) -> list[Prediction]:
-    """Run `evaluate` on a loaded Transformers model, with the same options."""
+    """Run `evaluate` on a model that is already loaded with Transformers.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        questions: The questions, with distinct ids.
+        batch_size: Number of responses that are generated at once.
+        **options: The fields of `EvaluationRunSettings`, as for `evaluate`.
+
+    Returns:
+        The predictions in the order of the questions, then of the samples.
+    """
     from catto.engines.transformers import TransformersEngine
 
     return evaluate(TransformersEngine(model, tokenizer, batch_size=batch_size), questions, **options)
@@ -231,7 +253,7 @@ def describe_answer(generation: Generation, answer: Answer) -> dict[str, Any]:
     """Return the fields of a prediction that come from the response and its answer."""
     certainty = None
     lowest_group = None
-    if generation.tops:
+    if generation.tops:  # the most probable tokens at each position, which only servers return
         certainty, lowest_group = token_certainty(generation.tops)
     return {
         **generation.model_dump(include={"sample", "text", "mean_logprob", "tokens", "model"}),
@@ -245,7 +267,9 @@ def describe_answer(generation: Generation, answer: Answer) -> dict[str, Any]:
 
 
 def request_seed(seed: int, question: str, sample: int) -> int:
-    """Return the seed of one response, 31 bits of a hash; with one seed for all, servers would draw k equal samples.
+    """Return the seed of one response: 31 bits of a hash of the run's seed, the question's id and the sample's number.
+
+    With the same seed for all requests, a server would draw the same sample k times.
 
     Example:
         >>> request_seed(0, "q", 0) == request_seed(0, "q", 0) != request_seed(0, "q", 1)
@@ -255,12 +279,19 @@ def request_seed(seed: int, question: str, sample: int) -> int:
 
 
 def check_evaluation(questions: list[Question], k: int, temperature: float | Sequence[float]) -> tuple[float, ...]:
-    """Return the temperature of each sample; raise ValueError if the questions cannot be asked with these settings.
+    """Check that questions can be asked with these settings.
 
     Args:
-        questions: The questions, with distinct ids.
+        questions: The questions.
         k: Samples per question.
         temperature: One temperature for all samples, or k of them.
+
+    Returns:
+        The temperature of each of the k samples.
+
+    Raises:
+        ValueError: There are no questions, two share an id, k is below 1, the number of temperatures is not k, or
+            several samples have temperature 0.
     """
     if k < 1:
         raise ValueError(f"k is {k}, expected at least 1")
@@ -279,7 +310,7 @@ def check_evaluation(questions: list[Question], k: int, temperature: float | Seq
 
 
 def chunk_size(batch_size: int, k: int) -> int:
-    """Return how many questions are generated, scored and stored together."""
+    """Return how many questions are generated, scored and stored together, with k samples each."""
     return max(1, BATCHES_PER_CHUNK * batch_size // k)
 
 
@@ -287,15 +318,17 @@ def check_settings(path: Path, settings: Mapping[str, object]) -> None:
     """Raise DataError if a finished file was made with other settings; this needs no model.
 
     Args:
-        path: The file of predictions.
+        path: The file of predictions. Without a manifest, it is not finished, and nothing is checked.
         settings: The settings that are known before the model is loaded, named as in the manifest's notes. `engine` is
-            the kind of the engine, without versions.
+            the kind of the engine, without versions. Settings that the notes do not contain are not checked.
     """
     if not manifest_path(path).exists():
         return
     notes = read_manifest(path).notes
     for name, value in settings.items():
-        stored = notes.get(name, value)
+        if name not in notes:
+            continue
+        stored = notes[name]
         comparable = stored
         if name == "engine":
             comparable = stored.split()[0]  # versions follow
@@ -345,13 +378,24 @@ class RunOutcomes(Generic[R]):
 
 
 class EvaluationRun:
-    """One evaluation: the engine, the settings, and every (question, sample) with its prompt, rendered once.
+    """One evaluation: asks every question k times, and stores one record or refusal for each (question, sample).
 
     Args:
         engine: The engine that runs the model.
-        questions: The questions.
-        settings: How they are asked.
+        questions: The questions, with distinct ids.
+        settings: How they are asked, and how the run is stored.
         chats: Question id -> the messages that ask it; None means that each question is rendered as usual.
+
+    Attributes:
+        engine: The engine.
+        settings: The settings.
+        temperatures: The temperature of each of the k samples.
+        questions_per_chunk: How many questions are generated, scored and stored together.
+        asked: Question id -> the question and the messages that ask it.
+        keys: Every (question id, sample) -> its position in the file.
+        stores_each: Whether each outcome is stored as it arrives. This is so for a server, whose replies do not depend
+            on batches.
+        todo: The requests that the engine still has to send. Reading a server's reply may add one that continues it.
     """
 
     def __init__(
@@ -365,7 +409,7 @@ class EvaluationRun:
         self.engine = engine
         self.settings = settings
         self.temperatures = check_evaluation(listed, settings.k, settings.temperature)
-        self.chunk = chunk_size(engine.batch_size, settings.k)  # in questions
+        self.questions_per_chunk = chunk_size(engine.batch_size, settings.k)
         self.asked: dict[str, AskedQuestion] = {}
         for question in listed:
             if chats is not None:
@@ -373,13 +417,13 @@ class EvaluationRun:
             else:
                 chat = render_messages(question, reasoning=settings.reasoning, confidence=settings.stated)
             self.asked[question.id] = AskedQuestion(question, chat)
-        self.keys: dict[Key, int] = {}  # every (question, sample) -> its position in the file
+        self.keys: dict[Key, int] = {}
         for question in listed:
             for sample in range(settings.k):
                 self.keys[question.id, sample] = len(self.keys)
-        # A server's replies do not depend on batches, so each is stored as it arrives.
-        self.stores_each = engine.tokenizer is None
-        self.todo: deque[Request] = deque()  # reading a server's reply may add a request that continues it
+        is_server = engine.tokenizer is None
+        self.stores_each = is_server
+        self.todo: deque[Request] = deque()
 
     # Generate and read
 
@@ -409,7 +453,7 @@ class EvaluationRun:
         return self.engine.generate(self.todo)
 
     def make_predictions(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Prediction | Refusal]:
-        """Read each response; a reply whose label cannot be read becomes a refusal."""
+        """Read each response. Refusals are passed on, and a reply whose label cannot be read becomes one."""
         for outcome in self._read_answers(outcomes):
             if isinstance(outcome, Refusal):
                 yield outcome
@@ -425,16 +469,22 @@ class EvaluationRun:
             )
 
     def _read_answers(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[AnsweredCase | Refusal]:
+        """Read the answers from the texts and candidates of a server, or from the token ids of a local engine."""
         if self.engine.tokenizer is None:
             return read_replies(self._readable_server, self.asked, self.todo, outcomes)
         return self._process_cases(self._read_cases, outcomes)
 
     @cached_property
     def _readable_server(self) -> ServerEngine:
-        """The server engine. Before anything is generated, this checks that its replies can be read."""
+        """The engine, which is a server. The first access, before anything is generated, checks that it can be used.
+
+        Raises:
+            ValueError: The engine does not request log-probabilities.
+            ServerError: The server does not answer, or returns no log-probabilities.
+        """
         from catto.engines.server import ServerEngine
 
-        assert isinstance(self.engine, ServerEngine)
+        assert isinstance(self.engine, ServerEngine)  # the only engine without a tokenizer
         if self.engine.top_logprobs == 0:
             raise ValueError("the server engine has top_logprobs 0: set up to 20, the confidence is read from them")
         self.engine.probe()
@@ -447,7 +497,7 @@ class EvaluationRun:
     def _process_cases(
         self, process: Callable[[list[Case]], Iterable[T]], outcomes: Iterable[Generation | Refusal]
     ) -> Iterator[T | Refusal]:
-        """Yield the refusals, and the results of `process` for the generations of each group."""
+        """Yield the refusals, and the results of `process`, which is called with the generations of each group."""
         for group in self._group_outcomes(outcomes):
             cases = []
             for outcome in group:
@@ -459,7 +509,11 @@ class EvaluationRun:
             yield from process(cases)
 
     def _group_outcomes(self, outcomes: Iterable[Generation | Refusal]) -> Iterator[Sequence[Generation | Refusal]]:
-        """Yield groups of outcomes: each outcome alone as it arrives, or all of them in the order of the keys."""
+        """Yield the groups that are processed together: each reply of a server alone as it arrives, or all outcomes.
+
+        An engine may finish its responses in any order. They are sorted, so that the batches in which their labels are
+        scored are always the same.
+        """
         if self.stores_each:
             for outcome in outcomes:
                 yield [outcome]
@@ -486,7 +540,7 @@ class EvaluationRun:
         if out is None:
             return self._complete_records(kind, make, journal=None)
         manifest = self.make_manifest(kind)
-        journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other=OTHER_RUN)
+        journal = Journal(out, kind, manifest, self.keys, refused=refused_path(out), other_run_error=OTHER_RUN)
         if journal.finished():
             published = self.read_published(out, kind)
             journal.remove()  # a run that was killed while publishing leaves its journal
@@ -510,15 +564,16 @@ class EvaluationRun:
         if missing or asked_again:
             self._check_labels()
         cap = RefusalCap(self.settings.max_refused, collected.records, collected.refusals)
-        width = self._chunk_width()
-        for start in range(0, len(missing), width):
-            self._add_outcomes(make(missing[start : start + width]), collected, cap, journal)
+        chunk_length = self._count_keys_per_chunk()
+        for start in range(0, len(missing), chunk_length):
+            chunk = missing[start : start + chunk_length]
+            self._add_outcomes(make(chunk), collected, cap, journal)
         if asked_again:
             no_cap = RefusalCap(1.0)  # `cap` already includes these refusals
             self._add_outcomes(make(asked_again), collected, no_cap, journal)
         records = [collected.records[key] for key in self.keys if key not in collected.refusals]
         refusals = [collected.refusals[key] for key in self.keys if key in collected.refusals]
-        RefusalCap.check_some(len(records), refusals)
+        RefusalCap.require_answers(len(records), refusals)
         if journal is not None:
             journal.publish(self.make_manifest(kind, records, refusals))
         elif refusals:
@@ -527,22 +582,27 @@ class EvaluationRun:
             warnings.warn(f"{len(refusals)} of {len(self.keys)} requests were refused: {reasons}", stacklevel=4)
         return records
 
-    def _chunk_width(self) -> int:
+    def _count_keys_per_chunk(self) -> int:
         """Return how many keys are made together; a server is asked for all of them at once."""
         if self.stores_each:
-            return len(self.keys) or 1
-        return self.chunk * self.settings.k
+            return len(self.keys)
+        return self.questions_per_chunk * self.settings.k
 
     def _read_journal(self, journal: Journal[R] | None) -> RunOutcomes[R]:
-        """Read the stored outcomes. An incomplete chunk is dropped, so that making it again uses the same batches."""
+        """Read the stored outcomes, none without a journal.
+
+        An incomplete chunk is dropped, so that making it again uses the same batches. The last chunk of a run may be
+        shorter than the others, but it is complete if all outcomes are stored. A server has no chunks.
+        """
         collected: RunOutcomes[R] = RunOutcomes(records={}, refusals={}, correct=0)
         if journal is None:
             return collected
         stored = len(journal.places)
-        if not self.stores_each and stored < len(self.keys):
-            width = self._chunk_width()
-            complete_chunks = stored // width
-            journal.cut(complete_chunks * width)
+        all_are_stored = stored == len(self.keys)
+        if not self.stores_each and not all_are_stored:
+            chunk_length = self._count_keys_per_chunk()
+            complete_chunks = stored // chunk_length
+            journal.keep_first(complete_chunks * chunk_length)
         for outcome in journal.outcomes():
             collected.add(outcome)
         return collected
@@ -562,7 +622,7 @@ class EvaluationRun:
         cap: RefusalCap,
         journal: Journal[R] | None,
     ) -> None:
-        """Store outcomes, all at once or each as it arrives, and report the progress."""
+        """Store the outcomes of a chunk, together or each as it arrives, and report the progress."""
         if not self.stores_each:
             self._add_group(list(outcomes), collected, cap, journal)
             return
@@ -572,7 +632,9 @@ class EvaluationRun:
     def _add_group(
         self, group: list[R | Refusal], collected: RunOutcomes[R], cap: RefusalCap, journal: Journal[R] | None
     ) -> None:
+        """Store outcomes together, count them and report the progress; raise ServerError for too many refusals."""
         if journal is not None:
+            # Every chunk is flushed to disk. For a server, this would be a flush after every single reply.
             group = journal.append(*group, sync=not self.stores_each)
         for outcome in group:
             collected.add(outcome)
@@ -613,6 +675,9 @@ class EvaluationRun:
             kind: Prediction or ScoredGeneration.
             records: All records of the run; empty before it begins.
             refused: The refused requests.
+
+        Returns:
+            The manifest. Its hash is the same before and after the run.
         """
         hashed = self._hashed_settings()
         parser = VERSION if kind is Prediction else None
@@ -635,6 +700,7 @@ class EvaluationRun:
         )
 
     def _hashed_settings(self) -> dict[str, Any]:
+        """Return the settings on which the records depend: those of the batches as well, because of rounding."""
         hashed = {
             "engine": self.engine.name,
             "model": self.engine.model,
@@ -642,13 +708,17 @@ class EvaluationRun:
             "seed": self.settings.seed,
             "max_tokens": self.settings.max_tokens,
             "reasoning": self.settings.reasoning,
-            "chunk": self.chunk,
+            "chunk": self.questions_per_chunk,
         }
-        if self.settings.stated:
+        if self.settings.stated:  # left out otherwise, so that older files without this setting keep their hash
             hashed["stated"] = True
         return hashed
 
     def _count_outcomes(self, kind: type[R], records: Sequence[R], refused: Sequence[Refusal]) -> dict[str, int]:
+        """Count the records and refusals of a finished run; return no counts for a run without records.
+
+        `other_model` is the number of responses from a model with a different name than the one that was asked for.
+        """
         if not records:
             return {}
         counts = {

@@ -104,13 +104,13 @@ def render_judgement(question: Question, answer: str, *, reasoning: bool = True)
     r"""Render a conversation that asks the model to judge an answer.
 
     The question is asked as in `render_messages`, the assistant gives the answer without reasoning, and a second user
-    message asks whether it is right. The expected response is `render_completion(None, "True")` or the same with
-    `"False"`; the probability of the label `True` in it is P(True).
+    message asks whether it is right. The expected response is an answer block with the label `True` or `False`. P(True)
+    is the probability of the label `True`.
 
     Args:
         question: The question.
         answer: The proposed answer: a label, or the text of an answer to a question without labels.
-        reasoning: Whether the question's own prompt asks for reasoning.
+        reasoning: Whether the messages that ask the question ask for reasoning. The judgement is asked for without it.
 
     Returns:
         A system, a user, an assistant and a user message.
@@ -130,14 +130,17 @@ def add_judgement(asked: Sequence[Message], answer: str, *, brief: bool = False)
     Args:
         asked: The messages that ask the question.
         answer: The proposed answer.
-        brief: Whether to leave the form of the answer unexplained, as in `Wording`.
+        brief: Whether to leave out the explanation of the form in which the model should reply.
+
+    Returns:
+        The messages in `asked`, then an assistant and a user message.
     """
     proposed = Message(role="assistant", content=render_completion(None, answer))
-    either = " or ".join(JUDGEMENT_LABELS)
+    true_or_false = " or ".join(JUDGEMENT_LABELS)
     if brief:
-        request = f"Is this right? {either}?"
+        request = f"Is this right? {true_or_false}?"
     else:
-        form = render_completion(None, either)
+        form = render_completion(None, true_or_false)
         request = f"Is the proposed answer right? Reply in exactly this form, every tag on a line of its own:\n{form}"
     return (*asked, proposed, Message(role="user", content=request))
 
@@ -151,11 +154,15 @@ def find_wording(question: Question) -> Wording:
 
 
 def _render_system(question: Question, *, reasoning: bool, confidence: bool) -> str:
-    """Render the system message: the role, the task, how to answer, and the form of the response."""
+    """Render the system message: the role, the task, how to answer, and the form of the response.
+
+    A brief wording has only the task and a short request, since its readers are small models trained from scratch,
+    which learn the form from their training rows.
+    """
     wording = find_wording(question)
     labels = question.labels
     task = wording.task.format(n=len(labels))
-    if wording.brief:  # for small models trained from scratch, which learn the form from their training rows
+    if wording.brief:
         request = "Think, then answer." if reasoning else "Answer."
         if confidence:
             request += " State your confidence."
@@ -220,13 +227,16 @@ TAG = re.compile(r"<\s{0,8}(/?)\s{0,8}(think|answer)\s{0,8}>", re.IGNORECASE)
 
 
 def render_completion(reasoning: str | None, label: str | None) -> str:
-    r"""Render a response.
+    r"""Render a response in the form that prompts ask for.
 
     Tags inside the reasoning are removed, so that each tag occurs only once.
 
     Args:
         reasoning: Text of the think block; None omits the block.
-        label: The answer; None ends the text after `<answer>\n`.
+        label: The answer: a label or a short text. None ends the response after `<answer>\n`.
+
+    Returns:
+        The text of the response.
 
     >>> render_completion("so", "B")
     '<think>\nso\n</think>\n<answer>\nB\n</answer>'
@@ -247,10 +257,11 @@ _TEMPLATE = "chat_template"
 
 
 def prompt_text(chat: Sequence[Message], tokenizer: Any) -> str:
-    """Render the prompt up to the start of the assistant's turn; it must be encoded with add_special_tokens=False.
+    """Render a chat with the tokenizer's template, up to the start of the assistant's turn.
 
-    `enable_thinking` is not set, which on Qwen3 renders only the header of the turn. If a template opens a think block
-    there, it is removed, because responses write their own.
+    The template adds the special tokens, so the text must be encoded with add_special_tokens=False. If the template
+    opens a think block in the assistant's turn, the block is removed, because responses write their own.
+    `enable_thinking` is not set: Qwen3 then opens none.
     """
     template = str(getattr(tokenizer, _TEMPLATE, None))
     if not _has_system_role(tokenizer, template):
@@ -277,9 +288,9 @@ def fold_system(chat: Sequence[Message]) -> tuple[Message, ...]:
 
 @lru_cache(maxsize=16)
 def _has_system_role(tokenizer: Any, template: str) -> bool:
-    """Return whether the template renders the text of a system message, instead of refusing or dropping it.
+    """Return whether the tokenizer's chat template renders system messages, instead of refusing or dropping them.
 
-    The template is a parameter because the result is cached for each tokenizer and template.
+    `template` is only a part of the key of the cache: a tokenizer whose template is replaced is tried again.
     """
     from jinja2 import TemplateError
 
@@ -299,8 +310,8 @@ def fingerprint() -> str:
     """Hash what this module renders for a fixed set of questions: a change to a wording, form or tag changes the hash.
 
     The questions cover every task in WORDING and one that is not in it, and options with one line, several lines and no
-    text. Each is rendered with and without reasoning. Responses, and prompts with and without a system role, are
-    hashed as well.
+    text. Each is rendered with and without a request for reasoning. Responses with and without reasoning and label are
+    hashed as well, and one prompt for a template without a system role.
     """
     rendered: list[object] = []
     for reasoning_text in ("r", None):
@@ -313,6 +324,7 @@ def fingerprint() -> str:
                 rendered.append(task)
                 rendered.append([message.model_dump() for message in chat])
                 rendered.append(prompt_text(chat, _Template(has_system_role=True)))
+    # The last chat is enough, since every system message is folded into the user message in the same way.
     rendered.append(prompt_text(chat, _Template(has_system_role=False)))
     return content_hash(rendered)
 
@@ -320,7 +332,8 @@ def fingerprint() -> str:
 def open_fingerprint() -> str:
     """Hash what this module renders for questions without options, and for judgements of answers.
 
-    It is separate from `fingerprint`, because the keys of stages that ask questions with labels contain only that one.
+    The hash is separate from `fingerprint`, so that a change to these prompts does not change the keys of stages that
+    only ask questions with labels.
     """
     rendered: list[object] = []
     for task in (*OPEN_WORDING, "none of these"):
@@ -347,7 +360,7 @@ def _list_open_prompts(question: Question) -> list[str]:
 
 
 def _probe_questions(task: str) -> list[Question]:
-    """Make questions with one and with two fields, and with single-line, multi-line and empty option texts."""
+    """Make three questions: with one and with two fields, and with single-line, multi-line and empty option texts."""
     single = {"question": "q"}
     double = {"premise": "p", "given_hypothesis": "h"}
     return [

@@ -40,13 +40,17 @@ SECRET_WORDS = frozenset(
 )
 # The words of a name in snake_case or camelCase.
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# A reference to an environment variable: `${NAME}`, or `${NAME:-default}`.
 _REFERENCE = re.compile(r"\$\{\w+(?::-(?P<default>[^}]*))?\}")
+# What `redact` puts in the place of a secret.
 _DIGEST = re.compile(r"sha256:[0-9a-f]{16}")
+# A login in an address, `//user:password@host`, or the value of an `Authorization` header.
 _LOGIN = re.compile(r"//[^/\s]*@|^(?:Basic|Bearer|Token)\s+\S", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-# At least this many mixed letters and digits without a separator are a key. `Llama-3-70B-Instruct` is only a name.
+# A sequence of letters and digits looks like a key if it has both and is at least this long. The sequences of a name
+# such as `Llama-3-70B-Instruct` are shorter.
 MIN_MIXED_CHARACTERS = 10
-# The same for letters alone or digits alone. The date in `claude-3-opus-20240229` is not a key.
+# The same for a sequence of letters alone or of digits alone. The date in `claude-3-opus-20240229` is not a key.
 MIN_UNMIXED_CHARACTERS = 28
 
 
@@ -56,8 +60,9 @@ def redact(value: Any, *, is_secret: bool = False) -> Any:
     Redacting the result again does not change it, so a value that is read back from a file has the same hash.
 
     Args:
-        value: Any JSON value.
-        is_secret: Whether the name of the setting says that the value is a secret.
+        value: Any JSON value. Inside a dict, every setting is judged by its own name too.
+        is_secret: Whether the name of the setting says that the value is a secret. Every text and number in it is then
+            replaced, except for references to environment variables.
 
     >>> redact({"thinking": {"type": "disabled"}, "auth": "${MY_KEY}"})
     {'thinking': {'type': 'disabled'}, 'auth': '${MY_KEY}'}
@@ -85,21 +90,28 @@ def names_secret(name: str) -> bool:
 def looks_like_secret(text: str) -> bool:
     """Return whether a text has the form of a key, whatever the setting is called.
 
+    Such a text contains a login, a UUID, or a long sequence of letters and digits.
+
     >>> looks_like_secret("sk-5f2c81d09ab34e67"), looks_like_secret("meta-llama/Llama-3-70B-Instruct")
     (True, False)
     """
     if _LOGIN.search(text) or _UUID.search(text):
         return True
-    for part in re.findall(r"[A-Za-z0-9+]+", text):
-        is_mixed = not part.isalpha() and not part.isdecimal()
+    for sequence in re.findall(r"[A-Za-z0-9+]+", text):
+        is_mixed = not sequence.isalpha() and not sequence.isdecimal()
         min_length = MIN_MIXED_CHARACTERS if is_mixed else MIN_UNMIXED_CHARACTERS
-        if len(part) >= min_length:
+        if len(sequence) >= min_length:
             return True
     return False
 
 
 def _may_be_secret(value: object, is_secret: bool) -> bool:
-    """Return whether a value may be a secret. is_secret: Whether the name of its setting says so."""
+    """Return whether a text or a number may be a secret; False for any other value.
+
+    Args:
+        value: The value of a setting.
+        is_secret: Whether the name of the setting says that it is a secret.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return False
     if not isinstance(value, str):
@@ -108,7 +120,7 @@ def _may_be_secret(value: object, is_secret: bool) -> bool:
     if not value or is_redacted_already:
         return False
     if _REFERENCE.search(value):
-        # The name of a variable is not a secret, but its default and the text around it may be one.
+        # The name of a variable is not a secret, even in a secret setting. Its default and the text around it may be.
         literal_text = _REFERENCE.sub(lambda match: match["default"] or "", value)
         return looks_like_secret(literal_text)
     return is_secret or looks_like_secret(value)
@@ -119,7 +131,7 @@ def find_redacted(value: Any, place: str) -> Iterator[str]:
 
     Args:
         value: Any JSON value.
-        place: The path of the value.
+        place: The path of the value itself, with which the paths begin.
 
     >>> list(find_redacted({"api_key": "sha256:6cc43f858fbb7633"}, "extra_body"))
     ['extra_body.api_key']

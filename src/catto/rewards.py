@@ -72,7 +72,7 @@ def correctness_reward(
         completions: Texts, or lists of messages of which the last one is read.
         gold: The right label or the accepted answers of each row; None for a row that gets no reward.
         labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
-        grade: How answers without labels are compared; see `catto.answer.grading`.
+        grade: How answers without labels are compared: `exact` (the default), `number` or `any-of`.
         tolerance: The largest allowed relative difference between numbers.
         columns: Other columns and arguments that TRL passes; they are not read.
 
@@ -100,9 +100,11 @@ def format_reward(
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
-        gold: As in `correctness_reward`; it is not compared with the answer.
-        labels: As in `correctness_reward`.
-        grade: As in `correctness_reward`; for `number` the answer must be one number.
+        gold: The right label or the accepted answers of each row; None for a row that gets no reward. Whether the
+            answer is right does not matter here.
+        labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
+        grade: How answers without labels are read: `exact` (the default), `any-of`, or `number`, for which the answer
+            must contain one number.
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
@@ -131,17 +133,18 @@ def brier_reward(
     """Return z - (q - z)^2 for correctness z (1 or 0) and stated confidence q.
 
     This is the reward of RLCR (https://arxiv.org/abs/2507.16806).
-    For an answer that is right with probability p, the expected reward is largest at q = p, where it equals p^2. So it
-    also grows with p, and the best answer is still the one most likely to be right.
+    For an answer that is right with probability p, the expected reward is largest at q = p, where it equals p^2. This
+    maximum grows with p, so the best answer is still the one most likely to be right.
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
-        gold: As in `correctness_reward`.
-        labels: As in `correctness_reward`.
-        grade: As in `correctness_reward`.
+        gold: The right label or the accepted answers of each row; None for a row that gets no reward.
+        labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
+        grade: How answers without labels are compared: `exact` (the default), `number` or `any-of`.
         tolerance: The largest allowed relative difference between numbers.
-        log_metric: TRL's function that logs a metric, used by `log_stated_confidence`; None logs nothing.
-        trainer_state: TRL's state, by which `log_stated_confidence` recognises a new training run.
+        log_metric: TRL's function that logs a metric. Accuracy, mean confidence, the share of missing confidences and
+            the ECE are logged; None logs nothing.
+        trainer_state: TRL's state. A different object means a new training run, for which the logged ECE starts afresh.
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
@@ -180,13 +183,14 @@ def log_reward(
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
-        gold: As in `correctness_reward`.
-        labels: As in `correctness_reward`.
-        grade: As in `correctness_reward`.
+        gold: The right label or the accepted answers of each row; None for a row that gets no reward.
+        labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
+        grade: How answers without labels are compared: `exact` (the default), `number` or `any-of`.
         tolerance: The largest allowed relative difference between numbers.
         clip: The smallest probability, above 0 and below 0.5.
-        log_metric: TRL's function that logs a metric, used by `log_stated_confidence`; None logs nothing.
-        trainer_state: TRL's state, by which `log_stated_confidence` recognises a new training run.
+        log_metric: TRL's function that logs a metric. Accuracy, mean confidence, the share of missing confidences and
+            the ECE are logged; None logs nothing.
+        trainer_state: TRL's state. A different object means a new training run, for which the logged ECE starts afresh.
         columns: Other columns and arguments that TRL passes; they are not read.
 
     Returns:
@@ -234,9 +238,9 @@ def abstention_reward(
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
-        gold: As in `correctness_reward`.
-        labels: As in `correctness_reward`.
-        grade: As in `correctness_reward`.
+        gold: The right label or the accepted answers of each row; None for a row that gets no reward.
+        labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
+        grade: How answers without labels are compared: `exact` (the default), `number` or `any-of`.
         tolerance: The largest allowed relative difference between numbers.
         threshold: The probability t above which an answer pays, at least 0 and below 1.
         log_metric: TRL's function that logs a metric, here the share of abstentions; None logs nothing.
@@ -302,26 +306,26 @@ def grade_completions(
     *,
     tolerance: float = 0.0,
 ) -> list[GradedCompletion | None]:
-    """Read and grade completions; the result for a row without gold is None.
+    """Read the answer and the stated confidence of each completion, and grade the answer.
 
     Args:
         completions: Texts, or lists of messages of which the last one is read.
-        gold: The right label or the accepted answers of each row.
-        labels: The labels of each row, or None.
-        grade: How answers without labels are compared, or None.
+        gold: The right label or the accepted answers of each row; None for a row that is not graded.
+        labels: The labels of each row; None or empty for rows whose answer is a short text or a number.
+        grade: How answers without labels are compared: `exact` (the default), `number` or `any-of`.
         tolerance: The largest allowed relative difference between numbers.
 
     Returns:
-        One entry per completion.
+        One entry per completion; None for a row whose `gold` is None.
 
     Raises:
         ValueError: If a column and the completions differ in length, the gold label of a row is not one of its labels,
             or an accepted answer cannot be compared.
 
     Example:
-        >>> [completion] = grade_completions(["<answer>5</answer><confidence>70%</confidence>"], gold=["five"])
+        >>> [completion] = grade_completions(["<answer>Paris</answer><confidence>70%</confidence>"], gold=["paris"])
         >>> completion.is_right, completion.confidence
-        (False, 0.7)
+        (True, 0.7)
     """
     size = len(completions)
     label_column: Sequence[Any] = [None] * size if labels is None else labels
@@ -335,8 +339,9 @@ def grade_completions(
             graded.append(None)
             continue
         text = read_completion_text(completion)
-        if label_column[row]:
-            graded.append(_grade_label(text, gold[row], label_column[row]))
+        row_labels = label_column[row]
+        if row_labels:
+            graded.append(_grade_label(text, gold[row], row_labels))
         else:
             graded.append(_grade_short_answer(text, gold[row], grade_column[row] or "exact", tolerance))
     return graded
@@ -423,7 +428,7 @@ _RECENT: dict[str, RecentConfidences] = {}  # name of a reward function -> its w
 
 
 def _find_window(name: str, trainer_state: Any) -> RecentConfidences:
-    """Return the window of a reward function, a new one if a new training run has begun."""
+    """Return the window of a reward function; an empty one in the first call and when a new training run has begun."""
     window = _RECENT.get(name)
     if window is None or window.trainer_state is not trainer_state:
         window = RecentConfidences(trainer_state)
@@ -446,7 +451,8 @@ def log_stated_confidence(
         name: The name of the reward function.
         graded: The completions of a batch; None for rows without gold.
         log_metric: TRL's function that logs a metric; None logs nothing.
-        trainer_state: TRL's state. A different object is a new training run and starts a new window.
+        trainer_state: TRL's state. A different object is a new training run and starts a new window. All calls with
+            None count as one run.
     """
     completions = [completion for completion in graded if completion is not None]
     if log_metric is None or not completions:
@@ -457,8 +463,8 @@ def log_stated_confidence(
         if completion.confidence is not None:
             stated.append(completion.confidence)
             recent.rows.append((completion.confidence, completion.is_right))
-    right = sum(completion.is_right for completion in completions)
-    log_metric("stated_confidence/accuracy", right / len(completions))
+    right_count = sum(completion.is_right for completion in completions)
+    log_metric("stated_confidence/accuracy", right_count / len(completions))
     log_metric("stated_confidence/missing", 1 - len(stated) / len(completions))
     if stated:
         log_metric("stated_confidence/mean", sum(stated) / len(stated))

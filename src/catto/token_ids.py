@@ -13,7 +13,7 @@ def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def count_common(*sequences: Sequence[int]) -> int:
-    """Return the length of the longest common prefix of all sequences.
+    """Return the length of the longest common prefix of all sequences; 0 without sequences.
 
     Example:
         >>> count_common((1, 2, 3), (1, 2, 4))

@@ -59,9 +59,12 @@ class AnswerMap:
         return self.question
 
     def parse_row(self, raw: Raw) -> Draft | str:
-        """Turn a row into a draft; ValueError if its question is empty or its answer cannot be used.
+        """Turn a row into a draft.
 
         The return type is that of every row parser, but this one never returns a reason to leave a row out.
+
+        Raises:
+            ValueError: A field is missing, the question is empty, or an answer cannot be used.
         """
         templates = self._question_templates()
         fields = {name: fill_template(template, raw) for name, template in templates.items()}
@@ -75,7 +78,7 @@ class AnswerMap:
         return Draft(
             fields=fields,
             options=(),
-            gold=0,
+            gold=0,  # not used without options
             id=None if self.id is None else str(get_field(raw, self.id)),
             group=None if self.group is None else str(get_field(raw, self.group)),
             accepted=self._read_accepted(value, grade),
@@ -84,7 +87,7 @@ class AnswerMap:
         )
 
     def _read_value(self, raw: Raw) -> object:
-        """Return the value of the answer field; a JSON list, as in a cell of a table, is parsed."""
+        """Return the value of the answer field; a text that is a JSON list, as in a cell of a table, is parsed."""
         value = get_field(raw, self.answer)
         if isinstance(value, str) and value.startswith("["):
             try:
@@ -110,14 +113,19 @@ class AnswerMap:
         return tuple(accepted)
 
     def _read_answer(self, value: object) -> str:
-        """Return one accepted answer as text: what follows the last `####`, if there is one."""
-        is_nan = value != value
-        is_text_or_number = isinstance(value, str | int | float) and not isinstance(value, bool) and not is_nan
-        if not is_text_or_number:
+        """Return one accepted answer as text: what follows the last `####`, or all of it if there is none.
+
+        Raises:
+            ValueError: The value is neither a text nor a number, or the answer is too long or has no visible character.
+        """
+        is_nan = value != value  # only NaN differs from itself
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and not is_nan  # True is an int
+        if not is_number and not isinstance(value, str):
             kind = "nan" if is_nan else type(value).__name__
             hint = ""
             if isinstance(value, dict):
-                hint = f": name a field inside it, such as {self.answer}.{next(iter(value), 'value')}"
+                first_field = next(iter(value), "value")
+                hint = f": name a field inside it, such as {self.answer}.{first_field}"
             raise ValueError(f"{self.answer}: expected a text, a number or a list of these, got {kind}{hint}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # a table may hold 2 as 2.0

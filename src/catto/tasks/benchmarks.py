@@ -75,24 +75,36 @@ class Task:
     answers: Files | None = None
 
     def choose_parser(self, raw: Raw) -> RowParser:
-        """Return the parser for the rows of a file: `parse`, or that of the map that fits the file's first row best."""
+        """Return the parser for the rows of a file: `parse`, or that of the map that fits the file's first row best.
+
+        The map with the largest number of its fields that the row has, minus those that it lacks, fits best. In a tie,
+        the first map does.
+
+        Args:
+            raw: The first row of the file.
+        """
         if self.parse is not None:
             return self.parse
 
-        def surplus_of_known_fields(field_map: FieldMap | AnswerMap) -> int:
+        def rate_fit(field_map: FieldMap | AnswerMap) -> int:
             present = field_map.top_level_fields & raw.keys()
             absent = field_map.top_level_fields - raw.keys()
             return len(present) - len(absent)
 
-        return max(self.maps, key=surplus_of_known_fields).parse_row
+        return max(self.maps, key=rate_fit).parse_row
 
 
 def parse_reward_bench_2(raw: Raw) -> Draft | str:
     """Parse a row of RewardBench 2: which is the best of four replies, one chosen and three rejected?
 
-    Rows of the Ties subset have many right replies and often many wrong ones. One right and three wrong ones are drawn
-    by the row's id, so that no position in the source's lists is favoured. A row without a chosen reply or with fewer
-    than three rejected ones is left out.
+    Rows of the Ties subset have many chosen replies and often many rejected ones. One chosen and three rejected replies
+    are drawn by the row's id, so that no position in the source's lists is favoured.
+
+    Returns:
+        The draft, or the reason to leave the row out: `no_chosen` or `fewer_than_three_rejected`.
+
+    Raises:
+        ValueError: A field is missing or has a different type.
     """
     row_id = str(get_field(raw, "id"))
     chosen = convert_texts("chosen", get_field(raw, "chosen"))
@@ -104,7 +116,7 @@ def parse_reward_bench_2(raw: Raw) -> Draft | str:
     right = draw_permutation(f"chosen {row_id}", len(chosen))[0]
     wrong = draw_permutation(f"rejected {row_id}", len(rejected))[:3]
     options = [chosen[right]]
-    for index in sorted(wrong):
+    for index in sorted(wrong):  # in the order of the source
         options.append(rejected[index])
     fields = {"prompt": get_text(raw, "prompt")}
     return Draft(fields=fields, options=tuple(options), gold=0, id=row_id)
@@ -115,6 +127,12 @@ def parse_tldr(raw: Raw) -> Draft | str:
 
     Rows from the hub have a `prompt`, rows of the original release have `summaries`; there are no ids. Some pairs were
     judged by several people, who may disagree; each judgement is a separate question.
+
+    Returns:
+        The draft, or `no_post`, the reason to leave out a row about a news article.
+
+    Raises:
+        ValueError: A field is missing or not as expected.
     """
     if "summaries" in raw:
         return _parse_tldr_release(raw)
@@ -126,15 +144,19 @@ def parse_tldr(raw: Raw) -> Draft | str:
 
 
 def _parse_tldr_release(raw: Raw) -> Draft | str:
-    """Parse a row of the original release, with its post in the hub's format; rows with news articles are left out."""
+    """Parse a row of the original release. Its post is put into the hub's format, so that both have the same content.
+
+    A row about a news article is left out: the reason `no_post` is returned.
+    """
     info = get_field(raw, "info")
     summaries = get_field(raw, "summaries")
-    if not isinstance(info, dict) or info.get("post") is None:
-        return "no_post"  # a comparison of summaries of a news article
+    has_post = isinstance(info, dict) and info.get("post") is not None
+    if not has_post:
+        return "no_post"
     if not isinstance(summaries, list) or len(summaries) != 2:
         raise ValueError("summaries: expected two")
     choice = get_field(raw, "choice")
-    if type(choice) is not int or choice not in (0, 1):
+    if type(choice) is not int or choice not in (0, 1):  # in Python, True is equal to 1
         raise ValueError(f"choice {choice!r} is not one of 0, 1")
     subreddit = get_text(info, "subreddit")
     title = get_text(info, "title")

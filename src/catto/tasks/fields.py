@@ -65,7 +65,7 @@ def convert_texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list of texts, got {type(value).__name__}")
     for item in value:
-        is_nan = item != item
+        is_nan = item != item  # only NaN differs from itself
         if type(item) not in (str, int, float) or is_nan:
             item_kind = "nan" if is_nan else type(item).__name__
             raise ValueError(f"{name}: expected a list of texts, got a list with {item_kind}")
@@ -106,7 +106,7 @@ class InferredStyle(NamedTuple):
 
     Attributes:
         field_map: The map with that style.
-        ambiguity: An error to raise if two styles fit all rows but mean different options in some row; None otherwise.
+        ambiguity: The error to raise if two styles fit all rows but mean different options in some row; None otherwise.
     """
 
     field_map: FieldMap
@@ -184,15 +184,19 @@ class FieldMap:
         return self.question
 
     def parse_row(self, raw: Raw) -> Draft | str:
-        """Turn a row into a draft, or return the reason to leave it out; ValueError if a field is not as expected.
+        """Turn a row into a draft. A map without a style reads the answer as a label.
 
-        A map without a style reads the answer as a label.
+        Returns:
+            The draft, or `no_gold_label`, the reason to leave the row out, if its answer is one of `skip`.
+
+        Raises:
+            ValueError: A field is missing, the question is empty, or the options or the answer are not as expected.
         """
         options = self._read_options(raw)
         gold_by_style = self._match_answer(raw, options, styles=(self.style or "label",))
         if gold_by_style is None:
             return "no_gold_label"
-        (gold,) = gold_by_style.values()
+        (gold,) = gold_by_style.values()  # only one style was tried
         templates = self._question_templates()
         fields = {name: fill_template(template, raw) for name, template in templates.items()}
         is_empty = not any(value.strip() for value in fields.values())
@@ -207,29 +211,34 @@ class FieldMap:
         return Draft(fields=fields, options=options.texts, gold=gold, id=question_id, group=group)
 
     def infer_style(self, rows: Iterable[SourceRow]) -> InferredStyle:
-        """Find the answer style that fits all rows: the first in the order of `Style` if several do.
+        """Find the answer style that fits all rows.
 
-        A style says what the answers are: labels, indices or texts of options, or truth values (see `MEANING`).
-        Without rows, it is `label`. A row whose answer is one of `skip` fits every style. If the map or a row gives
-        labels and all answers are labels, the style is `label`, even if others would fit.
+        A style says what the answers are: labels, indices or texts of options, or truth values (see `MEANING`). If
+        several styles fit, it is the first of them in the order of `Style`, which begins with `label`. Without rows,
+        every style fits. A row whose answer is one of `skip` fits every style.
+
+        Args:
+            rows: All rows of the files, or only the first ones.
 
         Returns:
             The map with that style. If several styles fit but mean different options in some row, also an error that
-            says so. It is not raised here, since a caller that passes only the first rows may ignore it.
+            says so. It is not raised here, since a caller that passes only the first rows may ignore it. There is no
+            such error if the style is `label` and the map or a row gives labels: then the labels decide.
 
         Raises:
             DataError: No style fits all rows, or a row has no valid options or no answer.
         """
         fitting_styles: tuple[Style, ...] = get_args(Style)
         has_own_labels = self.labels is not None
-        conflicts: dict[tuple[Style, Style], StyleConflict] = {}  # the first row of every pair of styles
+        # Two styles -> the first row in which they mean different options.
+        conflicts: dict[tuple[Style, Style], StyleConflict] = {}
         for row in rows:
             with data_errors_at(row.file, row.number):
                 options = self._read_options(row.fields)
                 gold_by_style = self._match_answer(row.fields, options, styles=fitting_styles)
             if gold_by_style is None:  # the answer is one of `skip`
                 continue
-            fitting_styles = tuple(gold_by_style)
+            fitting_styles = tuple(gold_by_style)  # those that fit this row and all earlier ones
             if options.labels is not None:
                 has_own_labels = True
             for first, second in combinations(fitting_styles, 2):
@@ -245,7 +254,8 @@ class FieldMap:
     ) -> DataError | None:
         """Return an error for the first conflict between two styles that fit all rows; None if there is none.
 
-        The inferred style need not be one of the two: if they mean different options, it differs from at least one.
+        Even if neither of the two is the style that was inferred, the answers are ambiguous: the inferred style then
+        means a different option than at least one of the two.
         """
         for conflict in conflicts:
             both_fit_all_rows = conflict.first in fitting_styles and conflict.second in fitting_styles
@@ -273,7 +283,13 @@ class FieldMap:
         return "+".join(self.options)
 
     def _read_options(self, raw: Raw) -> RowOptions:
-        """Return the options of a row; ValueError if their number, their types or their labels are not as expected."""
+        """Return the options of a row.
+
+        Labels in a field of their own take precedence over those in the field of the options.
+
+        Raises:
+            ValueError: The number, the types or the labels of the options are not as expected.
+        """
         labels: object = None
         if self.shared_options:
             texts = self.shared_options
@@ -290,22 +306,26 @@ class FieldMap:
     def _read_columns(self, raw: Raw, columns: tuple[str, ...]) -> tuple[str, ...]:
         """Return the texts in several columns; a row with fewer options than columns leaves the last ones empty."""
         filled = list(columns)
-        if self.count is None:
+        if self.count is None:  # otherwise every row must have a text in every column
             while filled and _is_empty_cell(raw, filled[-1]):
                 filled.pop()
         texts = [get_field(raw, name) for name in filled]
         return convert_texts(self._options_name, texts)
 
     def _read_option_field(self, raw: Raw, name: str) -> tuple[object, object]:
-        """Return the texts and the labels in one field, unchecked; the labels are None if it has none."""
+        """Return the texts and the labels in one field, before any check of their types.
+
+        The labels are None if the field has none.
+        """
         value = get_field(raw, name)
         if isinstance(value, str) and value.startswith(("[", "{")):  # JSON in a cell of a table
             try:
                 value = parse_json(value)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        are_objects = isinstance(value, list) and all(isinstance(item, dict) for item in value)
-        if are_objects and value:  # [{"label": "A", "text": "red"}, {"label": "B", "text": "blue"}]
+        is_filled_list = isinstance(value, list) and len(value) > 0
+        are_objects = is_filled_list and all(isinstance(item, dict) for item in value)
+        if are_objects:  # [{"label": "A", "text": "red"}, {"label": "B", "text": "blue"}]
             texts = [item.get("text") for item in value]
             labels = [item.get("label") for item in value]
             return texts, labels
@@ -356,15 +376,15 @@ class FieldMap:
 
         Returns:
             Each style that fits, in the order of `styles` -> the index of the option that the answer means in this
-            style. None if the answer is one of `skip`.
+            style: the first one if several options have the same text. None if the answer is one of `skip`.
 
         Raises:
-            ValueError: No style fits, or the only style fits two options.
+            ValueError: No style fits. Or there is only one style, and the answer means two options in it.
         """
         count = len(options.texts)
-        is_one_of_the_options = isinstance(self.options, tuple) and self.answer in self.options[:count]
-        if is_one_of_the_options:
-            return dict.fromkeys(styles, self.options.index(self.answer))
+        option_columns = self.options[:count] if isinstance(self.options, tuple) else ()
+        if self.answer in option_columns:
+            return dict.fromkeys(styles, option_columns.index(self.answer))
         value = get_field(raw, self.answer)
         if isinstance(value, dict | list):
             return dict.fromkeys(styles, self._read_marks(value, count))
@@ -377,11 +397,12 @@ class FieldMap:
         gold_by_style: dict[Style, int] = {}
         for style in styles:
             matches = self._find_options(answer, style, options)
+            # Two options may have the same text. While several styles are tried, another one may tell them apart.
+            has_equal_options = len(matches) > 1
+            if has_equal_options and len(styles) == 1:
+                raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
             if matches:
                 gold_by_style[style] = matches[0]
-            # Two options may have the same text. If there are several styles, a different one may distinguish them.
-            if len(styles) == 1 and len(matches) > 1:
-                raise ValueError(f"{self.answer} {value!r} is the text of more than one option")
         if not gold_by_style:
             expected = join_names(self._option_names(styles[0], options))
             tried_all_styles = len(styles) == len(MEANING)
@@ -408,7 +429,7 @@ class FieldMap:
         return index
 
     def _option_names(self, style: Style, options: RowOptions) -> tuple[str, ...]:
-        """Return the name of each option in answers of this style."""
+        """Return how answers of this style name each option, such as A, B, C or 0, 1, 2."""
         count = len(options.texts)
         match style:
             case "label":

@@ -54,18 +54,18 @@ class RowSource:
 
     Attributes:
         task: The task.
-        parts: The files, or hub splits, of each split that has rows of its own.
+        row_files: The files, or hub splits, of each split that has rows of its own.
     """
 
     task: Task
-    parts: Mapping[Split, Sequence[RowFile]]
+    row_files: Mapping[Split, Sequence[RowFile]]
 
     @property
     def files(self) -> list[Path]:
         """All local files that are read."""
         paths = []
-        for row_files in self.parts.values():
-            for row_file in row_files:
+        for files_of_split in self.row_files.values():
+            for row_file in files_of_split:
                 if row_file.path is not None:
                     paths.append(row_file.path)
                 if row_file.answers is not None:
@@ -75,12 +75,12 @@ class RowSource:
     @property
     def available(self) -> tuple[Split, ...]:
         """The splits that have rows of their own."""
-        return tuple(split for split in SPLITS if self.parts.get(split))
+        return tuple(split for split in SPLITS if self.row_files.get(split))
 
     def rows(self, split: Split) -> Iterator[SourceRow]:
         """Yield the rows of a split, file by file."""
-        for row_file in self.parts[split]:
-            if row_file.path is None:
+        for row_file in self.row_files[split]:
+            if row_file.path is None:  # a split of a hub dataset
                 rows = self._read_hub_rows(row_file.name, split)
             else:
                 rows = read_rows(row_file.path, self.task.columns)
@@ -100,8 +100,8 @@ def find_rows(task: Task, files: Files | None, data_dir: str | Path | None) -> R
 
     Args:
         task: The task.
-        files: Split -> a path or glob, or several.
-        data_dir: A folder that is searched for files of the task.
+        files: Split -> a path or glob, or several; None if the caller names no files.
+        data_dir: A folder that is searched for files of the task; None if the caller names no folder.
 
     Returns:
         Where the rows of each split are. Nothing has been read yet.
@@ -122,14 +122,14 @@ def find_rows(task: Task, files: Files | None, data_dir: str | Path | None) -> R
     if task.hub is None:
         raise ValueError(f"{task.name}: files or data_dir is needed")
     dataset = f"{task.hub}@{task.revision or 'main'}"
-    parts = {}
+    row_files = {}
     for split, hub_split in task.hub_splits.items():
-        parts[split] = [RowFile(f"{dataset}:{hub_split}")]
-    return RowSource(task, parts)
+        row_files[split] = [RowFile(f"{dataset}:{hub_split}")]
+    return RowSource(task, row_files)
 
 
 def _expand_paths(files: Files) -> dict[Split, list[Path]]:
-    """Return the files that each split's paths and globs match; each must match at least one."""
+    """Return the files that each split's paths and globs match; each path or glob must match at least one file."""
     paths: dict[Split, list[Path]] = {}
     for split, value in files.items():
         if split not in SPLITS:
@@ -144,7 +144,7 @@ def _match_files(pattern: Path) -> list[Path]:
     if pattern.exists():
         matches = [pattern]
     else:
-        root = Path(pattern.anchor)
+        root = Path(pattern.anchor)  # `glob` accepts only relative patterns
         matches = sorted(root.glob(str(pattern.relative_to(pattern.anchor))))
     files = [match for match in matches if match.is_file()]
     if not files:
@@ -156,7 +156,14 @@ def _match_files(pattern: Path) -> list[Path]:
 def _pair_with_answers(
     paths: Mapping[Split, Sequence[Path]], answers: Mapping[Split, Sequence[Path]]
 ) -> dict[Split, list[RowFile]]:
-    """Pair every question file with its answer file, in order; without one, `RowFile.answers` is None.
+    """Pair the first question file of a split with its first answer file, the second with the second, and so on.
+
+    Args:
+        paths: Split -> its question files.
+        answers: Split -> its answer files, for splits whose rows do not contain the answers.
+
+    Returns:
+        The files of each split. In a split without answer files, `RowFile.answers` is None.
 
     Raises:
         ValueError: A split has answer files, but more or fewer than question files.
@@ -165,33 +172,37 @@ def _pair_with_answers(
         count = len(paths.get(split, ()))
         if len(answer_paths) == count:
             continue
-        questions = f"{count} question files"
+        question_files = f"{count} question files"
         if count == 0:
-            questions = f"no question files (only for {', '.join(paths)})"
-        raise ValueError(f"answers: {split} has {len(answer_paths)} answer files and {questions}")
-    parts: dict[Split, list[RowFile]] = {}
+            question_files = f"no question files (only for {', '.join(paths)})"
+        raise ValueError(f"answers: {split} has {len(answer_paths)} answer files and {question_files}")
+    row_files: dict[Split, list[RowFile]] = {}
     for split, question_paths in paths.items():
-        answer_of_path: Sequence[Path | None] = answers.get(split) or [None] * len(question_paths)
-        parts[split] = []
-        for path, answer_path in zip(question_paths, answer_of_path, strict=True):
-            parts[split].append(RowFile(str(path), path, answer_path))
-    return parts
+        row_files[split] = []
+        no_answers = [None] * len(question_paths)
+        answers_of_paths: Sequence[Path | None] = answers.get(split) or no_answers
+        for path, answer_path in zip(question_paths, answers_of_paths, strict=True):
+            row_files[split].append(RowFile(str(path), path, answer_path))
+    return row_files
 
 
 def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
     """Find the files of each split by the task's patterns, else by the usual names.
 
-    The first pattern that matches any file decides, and all files that it matches are used. DataError if no split has a
-    file.
+    For each split, the first pattern that matches any file decides, and all files that it matches are used. A split
+    without a matching file is left out.
+
+    Raises:
+        DataError: There is no such folder, or no split has a file in it.
     """
     if not folder.is_dir():
         raise DataError(folder, None, "no such folder")
-    # Files are not searched for splits that the task cuts from another split's file: CommonsenseQA's own test file has
-    # no answers.
+    # A split that the task cuts from another split's file may have a file too, which must not be used: the test file of
+    # CommonsenseQA has no answers.
     cut_from_other_split: set[Split] = set()
     if task.cut is not None:
-        cut_from_other_split = set(task.cut.parts) - {task.cut.source}
-    parts: dict[Split, list[RowFile]] = {}
+        cut_from_other_split = set(task.cut.splits) - {task.cut.source}
+    row_files: dict[Split, list[RowFile]] = {}
     for split in SPLITS:
         if split in cut_from_other_split:
             continue
@@ -199,12 +210,12 @@ def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
             # `find_suffix` is empty for a file whose format cannot be read.
             matches = [path for path in sorted(folder.glob(pattern)) if path.is_file() and find_suffix(path)]
             if matches:
-                parts[split] = [RowFile(str(path), path) for path in matches]
+                row_files[split] = [RowFile(str(path), path) for path in matches]
                 break
-    if not parts:
+    if not row_files:
         looked = "looked for names such as *train*, *dev*, *test*"
         raise DataError(folder, None, f"no file for {task.name} here ({looked})")
-    return parts
+    return row_files
 
 
 def _add_answers(rows: Rows, name: str, answers: Path) -> Rows:
@@ -319,8 +330,8 @@ def load_questions(
         task: A name in TASKS, a task, or the path of a YAML file that describes the user's own questions.
         split: `train`, `validation` or `test`.
         seed: Seed of the splits.
-        data_dir: A folder with local copies of the task's files.
-        files: Split -> a path or glob, or several.
+        data_dir: A folder with local copies of the task's files; None if there is none.
+        files: Split -> a path or glob, or several; None means the task's own files, if it has any.
         limit: Maximum number of questions. None means all training questions, or as many validation or test questions
             as the task's own sample size.
 
@@ -374,12 +385,14 @@ def _generate_questions(generate: QuestionGenerator, limit: int | None, report: 
 
 
 def _with_answer_style(task: Task, source: RowSource) -> Task:
-    """Infer the answer style of a user's own file if the user has not stated it; this reads all rows.
+    """Return the task with the answer style of its rows, which is inferred if a user's own file has no stated style.
+
+    Inferring reads all rows. A task that states its style or has no options is returned unchanged.
 
     Raises:
         DataError: No style fits all rows, or several fit but mean different options.
     """
-    first_map = next(iter(task.maps), None)
+    first_map = next(iter(task.maps), None)  # a user's own file has one map; the maps of benchmarks state a style
     if not isinstance(first_map, FieldMap) or first_map.style is not None:
         return task
     inferred = first_map.infer_style(_all_rows(source))
@@ -414,8 +427,8 @@ class QuestionLoader:
         limit: Maximum number of questions; None for the default of the task and split.
         source: Where the rows of all splits are.
         report: The report to fill in.
-        cut: How one file is cut into splits; None if every split has its own file.
-        parsers: Name of a file -> the parser for its rows.
+        cut: How one file is cut into splits; None if every split has its own file. Chosen when the loader is made.
+        parsers: Name of a file -> the parser for its rows; filled as files are read.
     """
 
     task: Task
@@ -430,33 +443,38 @@ class QuestionLoader:
     def __post_init__(self) -> None:
         self._choose_cut()
         available = self.source.available
-        origin = self._origin_of(self.split)
-        if origin not in available:
+        file_split = self._find_file_split(self.split)
+        if file_split not in available:
             raise DataError(self.task.name, None, f"no file for {self.split}, only for {', '.join(available)}")
-        self.report.files = [row_file.name for row_file in self.source.parts[origin]]
+        self.report.files = [row_file.name for row_file in self.source.row_files[file_split]]
 
     def _choose_cut(self) -> None:
         """Set `cut` if a split has no file, and note it in the report.
 
-        The task says which file is cut and how. If it does not, or if that file is missing, the held-out splits without
-        a file are cut from the training file.
+        The task's own cut is used if the file that it cuts exists. Otherwise, the held-out splits without a file are
+        cut from the training file. `cut` stays None if every split has a file, or if there is no file to cut.
         """
+        task_cut = self.task.cut
+        if task_cut is not None and self._is_needed(task_cut):
+            self.cut = task_cut
+            # The user of an own file may not know that only a part of it is loaded.
+            is_users_file = self.task.files is not None
+            if is_users_file and self.split in task_cut.shares:
+                remedy = f"to use a whole file, name it with {self.split}=FILE"
+                self.report.notes.append(f"{self.split} is cut from the only file by seed {self.seed}; {remedy}")
+            return
         available = self.source.available
         missing = [split for split in _HELD_OUT if split not in available]
-        cut = self.task.cut
-        if cut is not None and cut.source in available:
-            splits_without_file = set(cut.parts) - {cut.source} - set(available)
-            if splits_without_file:
-                self.cut = cut
-                is_users_file = self.task.files is not None
-                if is_users_file and self.split in cut.shares:  # the user may not know that this loads a part only
-                    remedy = f"to use a whole file, name it with {self.split}=FILE"
-                    self.report.notes.append(f"{self.split} is cut from the only file by seed {self.seed}; {remedy}")
-                return
-        if "train" in available and missing:
+        if missing and "train" in available:
             shares = dict.fromkeys(missing, _HELD_OUT_SHARE)
-            self.cut = Cut(source="train", shares=shares, rest="train", most=self.task.sample)
+            self.cut = Cut(source="train", shares=shares, rest="train", max_rows=self.task.sample)
             self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
+
+    def _is_needed(self, cut: Cut) -> bool:
+        """Return whether the file that is cut exists, and one of the splits that it is cut into has no file."""
+        available = self.source.available
+        splits_without_file = set(cut.splits) - set(available)
+        return cut.source in available and len(splits_without_file) > 0
 
     def load_training(self) -> Iterator[Question]:
         """Yield the training questions; with a limit, only the first ones in the seed's random order."""
@@ -468,7 +486,7 @@ class QuestionLoader:
             return splits.digest(self.task.name, "train", self.seed, question.id)
 
         drawn = heapq.nsmallest(self.limit, self._stream_training(), key=random_key)
-        # Drawing has read all rows, so the report is complete up to here.
+        # `nsmallest` has read all rows. So only the usable questions that it did not draw are not counted yet.
         usable = self.report.read - self.report.dropped.total()
         self.report.dropped["not_drawn"] += usable - len(drawn)
         yield from drawn
@@ -478,19 +496,19 @@ class QuestionLoader:
 
         The files with validation and test rows are read before the first question is yielded.
         """
-        pools: dict[Split, list[SplitEntry]] = {}
+        entries_of_file: dict[Split, list[SplitEntry]] = {}
         for split in _HELD_OUT:
-            origin = self._origin_of(split)  # the split whose files contain these rows
-            if origin not in pools:  # both splits may be cut from the same file
-                pools[origin] = self._read_entries(origin)
+            file_split = self._find_file_split(split)
+            if file_split not in entries_of_file:  # both splits may be cut from the same file
+                entries_of_file[file_split] = self._read_entries(file_split)
         held_out = splits.collect_held_out(
-            pools,
+            entries_of_file,
             cut=self.cut,
             task=self.task.name,
             seeds=self.task.seeds or (self.seed,),
-            seed=self.seed,
+            loaded_seed=self.seed,
         )
-        for entry, draft in self._parse_rows(self._origin_of("train"), self.report):
+        for entry, draft in self._parse_rows(self._find_file_split("train"), self.report):
             reason = held_out.reason_to_drop(entry)
             if reason is None:
                 yield self._make_question(entry.id, draft)
@@ -500,61 +518,70 @@ class QuestionLoader:
     def load_held_out(self) -> Iterator[Question]:
         """Yield the questions of validation or test in the seed's random order.
 
-        The first pass over the file chooses rows by their index, and the second pass parses only these. So the texts of
-        the whole file are never in memory at once.
+        A first pass over the file collects an entry for each row, without its texts. The questions are drawn from these
+        entries. A second pass reads the texts of the drawn rows, which are then put into the order of the draw. So the
+        texts of the whole file are never in memory at once.
         """
-        origin = self._origin_of(self.split)
-        entries = self._read_entries(origin, self.report)
-        members = self._entries_of_split(entries, self.split)
-        dropped = self.report.dropped
-        dropped["cut_to_another_part"] += len(entries) - len(members)
-        if self.split == "validation":
-            test_contents = self._test_contents(origin, entries)
-            clean = [entry for entry in members if entry.content not in test_contents]
-            dropped["content_in_test"] += len(members) - len(clean)
-            members = clean
-        chosen = splits.draw_entries(
-            members,
+        file_split = self._find_file_split(self.split)
+        entries_of_file = self._read_entries(file_split, self.report)
+        candidates = self._entries_of_split(entries_of_file, self.split)
+        self._count_dropped("cut_to_another_part", len(entries_of_file) - len(candidates))
+        if self.split == "validation":  # a question that is in validation and in test stays in test
+            test_contents = self._test_contents(file_split, entries_of_file)
+            not_in_test = [entry for entry in candidates if entry.content not in test_contents]
+            self._count_dropped("content_in_test", len(candidates) - len(not_in_test))
+            candidates = not_in_test
+        drawn = splits.draw_entries(
+            candidates,
             task=self.task.name,
             split=self.split,
             seed=self.seed,
             count=self.limit or self.task.sample,
         )
-        dropped["not_drawn"] += len(members) - len(chosen)
-        self.report.dropped = +dropped  # drops the reasons with a count of zero
-        yield from self._read_chosen(origin, chosen)
+        self._count_dropped("not_drawn", len(candidates) - len(drawn))
+        yield from self._read_in_order(file_split, drawn)
 
-    def _test_contents(self, validation_origin: Split, validation_entries: list[SplitEntry]) -> set[bytes]:
-        """Return the content hashes of all test rows, which may be in the same file as the validation rows."""
-        origin = self._origin_of("test")
-        if origin not in self.source.available:
+    def _count_dropped(self, reason: str, rows: int) -> None:
+        """Count rows that are left out for a reason. A reason without rows is not added to the report."""
+        if rows > 0:
+            self.report.dropped[reason] += rows
+
+    def _test_contents(self, validation_file: Split, validation_entries: list[SplitEntry]) -> set[bytes]:
+        """Return the content hashes of all test rows; empty if there is no file with test rows.
+
+        Args:
+            validation_file: The split whose file contains the validation rows.
+            validation_entries: All entries of that file, which may also contain the test rows.
+        """
+        file_split = self._find_file_split("test")
+        if file_split not in self.source.available:
             return set()
-        entries = validation_entries if origin == validation_origin else self._read_entries(origin)
+        entries = validation_entries if file_split == validation_file else self._read_entries(file_split)
         return {entry.content for entry in self._entries_of_split(entries, "test")}
 
-    def _read_chosen(self, origin: Split, chosen: Sequence[SplitEntry]) -> Iterator[Question]:
-        """Parse the chosen rows of a file and yield their questions in the order of `chosen`."""
-        id_of_row = {entry.row_index: entry.id for entry in chosen}
+    def _read_in_order(self, file_split: Split, drawn: Sequence[SplitEntry]) -> Iterator[Question]:
+        """Parse the drawn rows of a file, and yield their questions in the order of `drawn` instead of the file's."""
+        id_of_row = {entry.row_index: entry.id for entry in drawn}
         questions: dict[str, Question] = {}
-        for row_index, row in enumerate(self.source.rows(origin)):
+        for row_index, row in enumerate(self.source.rows(file_split)):
             if row_index not in id_of_row:
                 continue
             draft = self._parse_row(row)
-            if isinstance(draft, Draft):  # always: rows without a draft have no entry
+            if isinstance(draft, Draft):  # always true, for the type checker: rows that are left out have no entry
                 question_id = id_of_row[row_index]
                 questions[question_id] = self._make_question(question_id, draft)
-        for entry in chosen:
+        for entry in drawn:
             yield questions[entry.id]
 
-    def _origin_of(self, split: Split) -> Split:
-        """Return the split whose file contains the rows of `split`."""
-        if self.cut is not None and split in self.cut.parts:
+    def _find_file_split(self, split: Split) -> Split:
+        """Return the split whose files contain the rows of `split`: itself, or the split from whose file it is cut."""
+        if self.cut is not None and split in self.cut.splits:
             return self.cut.source
         return split
 
     def _entries_of_split(self, entries: list[SplitEntry], split: Split) -> list[SplitEntry]:
         """Return the entries of a file that belong to the split."""
-        if self.cut is None or split not in self.cut.parts:
+        if self.cut is None or split not in self.cut.splits:
             return entries
         split_of_group = splits.assign_groups(entries, self.cut, self.task.name, self.seed)
         members = []
@@ -563,43 +590,36 @@ class QuestionLoader:
                 members.append(entry)
         return members
 
-    def _read_entries(self, origin: Split, report: LoadReport | None = None) -> list[SplitEntry]:
-        return [parsed.entry for parsed in self._parse_rows(origin, report)]
+    def _read_entries(self, file_split: Split, report: LoadReport | None = None) -> list[SplitEntry]:
+        return [parsed.entry for parsed in self._parse_rows(file_split, report)]
 
-    def _parse_rows(self, origin: Split, report: LoadReport | None = None) -> Iterator[ParsedRow]:
-        """Parse the rows of a split's files and give each row an id; count them in the report if there is one.
+    def _parse_rows(self, file_split: Split, report: LoadReport | None = None) -> Iterator[ParsedRow]:
+        """Parse the rows of a split's files, and give each row an id. Rows that the parser leaves out are not yielded.
 
-        The id is the source's own, which must be unique. If there is none, the id is a hash of the content, followed by
-        the number of earlier rows with the same content. Rows that the parser leaves out are not yielded.
+        Args:
+            file_split: The split whose files are read.
+            report: Counts the rows that are read and those that are left out; None counts nothing.
 
         Raises:
             DataError: A row cannot be parsed, or an earlier row has the same id.
         """
-        earlier_rows: Counter[str] = Counter()  # number of rows by the source's id or the hash of the content
-        for row_index, row in enumerate(self.source.rows(origin)):
+        earlier_rows: Counter[str] = Counter()
+        for row_index, row in enumerate(self.source.rows(file_split)):
             draft = self._parse_row(row)
             if report is not None:
                 report.read += 1
-            if isinstance(draft, str):
+            if isinstance(draft, str):  # the reason to leave the row out
                 if report is not None:
                     report.dropped[draft] += 1
                 continue
-            if draft.id is None:
-                answers = draft.accepted or draft.gold
-                content_id = content_hash([draft.fields, draft.options, answers])
-                question_id = f"{content_id}-{earlier_rows[content_id]}"
-                earlier_rows[content_id] += 1
-            else:
-                question_id = draft.id
-                if question_id in earlier_rows:
-                    raise DataError(row.file, row.number, f"id {question_id!r} occurs in an earlier row too")
-                earlier_rows[question_id] += 1
+            with data_errors_at(row.file, row.number):
+                question_id = _choose_id(draft, earlier_rows)
             content = splits.content_key(draft)
             group = content if draft.group is None else splits.group_key(draft.group)
             yield ParsedRow(SplitEntry(row_index, question_id, group, content), draft)
 
     def _parse_row(self, row: SourceRow) -> Draft | str:
-        """Return the row's draft, or the reason to leave it out; the first row of a file decides on its parser."""
+        """Return the row's draft, or the reason to leave it out. The parser of a file is chosen by its first row."""
         if row.file not in self.parsers:
             self.parsers[row.file] = self.task.choose_parser(row.fields)
         with data_errors_at(row.file, row.number):
@@ -622,7 +642,7 @@ class QuestionLoader:
         order = self._option_order(question_id, draft)
         labels = self.task.labels
         are_their_own_labels = draft.options == labels
-        if are_their_own_labels:  # words such as yes and no keep their labels when they are reordered
+        if are_their_own_labels:  # options such as yes and no take their labels with them when they are reordered
             labels = tuple(labels[index] for index in order)
         options = []
         for position, index in enumerate(order):
@@ -648,3 +668,28 @@ class QuestionLoader:
             self.report.unshuffled += 1
             return list(range(count))
         return splits.draw_permutation(question_id, count)
+
+
+def _choose_id(draft: Draft, earlier_rows: Counter[str]) -> str:
+    """Return the id of a row's question, and count the row in `earlier_rows`.
+
+    The id is the source's own, which must be unique. If there is none, the id is a hash of the question, its options
+    and answers, followed by the number of earlier rows with the same hash.
+
+    Args:
+        draft: The draft of the question.
+        earlier_rows: Number of earlier rows by the source's id or by hash.
+
+    Raises:
+        ValueError: An earlier row has the same id.
+    """
+    if draft.id is not None:
+        if draft.id in earlier_rows:
+            raise ValueError(f"id {draft.id!r} occurs in an earlier row too")
+        earlier_rows[draft.id] += 1
+        return draft.id
+    answers = draft.accepted or draft.gold  # the index of the right option, unless the answer is a short text
+    content_id = content_hash([draft.fields, draft.options, answers])
+    earlier = earlier_rows[content_id]
+    earlier_rows[content_id] += 1
+    return f"{content_id}-{earlier}"

@@ -60,9 +60,9 @@ def from_file(
 
     If `fields` has no `options`, the questions are answered by a short text or a number.
 
-    Validation and test are cut by seed from the training file, 10 % of its rows each, unless they have a file. A single
-    file is the training file. Training leaves out the questions that any of `seeds` holds out. If both splits are cut,
-    80 % of the rows are left for training with one seed, and about a third with five.
+    A single file is the training file. Validation and test are cut from it by seed, 10 % of its rows each, unless they
+    have their own files. Training leaves out the questions that any of `seeds` holds out. If both splits are cut, 80 %
+    of the rows are left for training with one seed, and about a third with five.
 
     Args:
         path: The file, or split -> file.
@@ -71,10 +71,12 @@ def from_file(
         answer: The style of the answers: whether they are labels, indices or texts of options. None infers the style
             that fits all rows.
         answers: A file with one answer per line, or one such file per split, if the answers are not in a field. Then
-            `fields` has no `answer`.
-        labels: The labels that answers use, in the order of the options, if they are not in a field.
+            `fields` has no `answer`. None if the answers are in a field.
+        labels: The labels that answers use, in the order of the options, if they are not in a field; None means
+            letters, or the options themselves if all rows share them.
         grade: How answers without options are compared; None means `any-of` for a list and `exact` otherwise.
-        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
+        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value; None
+            means 0.
         name: Name of the task.
         seeds: Seeds whose held-out questions are not trained on; empty means only the seed that is loaded.
 
@@ -85,7 +87,7 @@ def from_file(
         ValueError: The arguments contradict each other, or `fields` has an unknown part or lacks one.
 
     >>> task = from_file("my.jsonl", fields={"question": "stem", "options": "choices", "answer": "key"})
-    >>> task.cut.parts
+    >>> task.cut.splits
     ('validation', 'test', 'train')
     """
     files = _list_paths(path)
@@ -103,14 +105,14 @@ def from_file(
             raise ValueError("grade and tolerance: only for questions without options; remove options from the fields")
         row_map = field_map(fields, answer, labels)
         word_labels = _word_labels(row_map)
-        task_labels = word_labels or LETTERS
+        task_labels = word_labels or LETTERS  # the labels that a prompt shows
         order = _choose_order(row_map, word_labels)
     else:
         if answer is not None or labels:
             raise ValueError("fields: options is missing: only questions with options have labels or an answer style")
         row_map = answer_map(fields, grade, tolerance)
         task_labels = ()
-        order = Task.order  # has no effect without options
+        order = Task.order  # the default; it has no effect without options
     return Task(
         name=checked_name(name, "task"),
         labels=task_labels,
@@ -152,7 +154,7 @@ def _join_paths(files: Mapping[Split, Sequence[str | Path]]) -> str:
 
 
 def _cut_missing_splits(files: Mapping[Split, Sequence[str | Path]]) -> Cut | None:
-    """Cut the held-out splits that have no file from the training file; None if both have one."""
+    """Return how the held-out splits without a file are cut from the training file; None if both have a file."""
     shares: dict[Split, float] = {}
     for split in SPLITS:
         if split != "train" and split not in files:
@@ -163,7 +165,7 @@ def _cut_missing_splits(files: Mapping[Split, Sequence[str | Path]]) -> Cut | No
 
 
 def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
-    """Return the options that all rows share if each is a single word, and so can be its own label.
+    """Return the options that all rows share, such as yes and no, if each is one word and so can be its own label.
 
     Empty if an option has several words or if each row has its own options.
     """
@@ -174,6 +176,7 @@ def _word_labels(row_map: FieldMap) -> tuple[str, ...]:
 
 
 def _choose_order(row_map: FieldMap, word_labels: tuple[str, ...]) -> OptionOrder:
+    """Return how options are ordered; `word_labels` are the options if each is its own label, else empty."""
     if word_labels:
         are_letters = word_labels == LETTERS[: len(word_labels)]
         return "fixed" if are_letters else "shuffled"
@@ -188,7 +191,11 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
     Args:
         fields: Part of the map -> the names of its fields in the file.
         style: The style of the answers, as in `from_file`; None if it is still to be inferred.
-        labels: The labels that answers use, in the order of the options; `labels` in `fields` takes precedence.
+        labels: The labels that answers use, in the order of the options. They are ignored if `fields` has `labels`;
+            None means letters, or the options themselves if all rows share them.
+
+    Returns:
+        The map of a file with options.
 
     Raises:
         ValueError: A part of the map is unknown or missing, or the style is unknown.
@@ -197,14 +204,13 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
     known_styles = get_args(Style)
     if style is not None and style not in known_styles:
         raise ValueError(f"answer {style!r} is not one of {', '.join(known_styles)}")
-    values: dict[str, Any] = {"labels": None}
-    if labels:
+    values: dict[str, Any] = {**fields, "style": style}
+    values["question"] = _check_question(fields["question"])
+    if labels and "labels" not in fields:
         values["labels"] = tuple(labels)
-    values.update(fields)
-    values["style"] = style
-    values["question"] = _check_question(values["question"])
-    if not isinstance(values["options"], str):
-        values["options"] = tuple(values["options"])
+    has_option_columns = not isinstance(fields["options"], str)
+    if has_option_columns:
+        values["options"] = tuple(fields["options"])
     return FieldMap(**values)
 
 
@@ -214,7 +220,11 @@ def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | No
     Args:
         fields: Part of the map -> the names of its fields in the file.
         grade: How answers are compared; None means `any-of` for a list and `exact` otherwise.
-        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
+        tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value; None
+            means 0.
+
+    Returns:
+        The map of a file without options.
 
     Raises:
         ValueError: A part of the map is unknown or missing, `fields` has labels, the grade is unknown, or there is a
@@ -228,7 +238,7 @@ def answer_map(fields: Fields, grade: Grade | None = None, tolerance: float | No
     if "labels" in fields:
         raise ValueError("fields: labels: expected options too")
     values: dict[str, Any] = {**fields}
-    values["question"] = _check_question(values["question"])
+    values["question"] = _check_question(fields["question"])
     return AnswerMap(**values, grade=grade, tolerance=tolerance or 0.0)
 
 
@@ -250,7 +260,8 @@ def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | 
     """Return the question's template, or its fields by the names that a prompt shows; a list keeps the field names."""
     if isinstance(question, str):
         template = question.replace("\\n", "\n")  # a line break typed in a shell
-        if re.search("[{}]", re.sub(PLACEHOLDER, "", template)):
+        text_between_fields = re.sub(PLACEHOLDER, "", template)
+        if re.search("[{}]", text_between_fields):
             raise ValueError("fields: question: a brace that belongs to no field, expected a template such as {field}")
         return template
     if isinstance(question, Mapping):
@@ -260,6 +271,11 @@ def _check_question(question: str | Sequence[str] | Mapping[str, str]) -> str | 
 
 def own_task(name: str, settings: TaskSettings, seeds: Sequence[int] = ()) -> Task:
     """Make a task from the settings in a recipe or a task file.
+
+    Args:
+        name: Name of the task.
+        settings: The files and their fields.
+        seeds: Seeds whose held-out questions are not trained on; empty means only the seed that is loaded.
 
     Raises:
         ValueError: The settings name no file, or they contradict each other.
@@ -288,14 +304,15 @@ def task_name(path: str | Path) -> str:
 
 
 def propose(files: Files, answers: Files | None = None) -> ProposedFields:
-    """Propose a map of fields that fits the first rows of the first split's files.
+    """Propose a map of fields that fits the first rows of the first split with files.
 
     Args:
         files: Split -> its files.
-        answers: Files with one answer per line, if the rows contain no answers.
+        answers: Split -> its files with one answer per line; None if the rows contain their answers.
 
     Returns:
-        The value of `fields` for `from_file`; without `answer` if there are answer files.
+        The likeliest map that fits, as `fields` of `from_file`. It has no `answer` if there are answer files, since
+        `from_file` then expects none.
 
     Raises:
         DataError: The files have no rows, or no map fits them.
@@ -311,7 +328,7 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
     rows = _read_first_rows(source)
     if not rows:
         first_split = source.available[0]
-        raise DataError(source.parts[first_split][0].name, None, "has no rows")
+        raise DataError(source.row_files[first_split][0].name, None, "has no rows")
     values = _flatten_fields(rows[0].fields)
     has_answer_file = bool(answers)
     candidates = [
@@ -327,14 +344,15 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
 
 
 def suggests_numbers(files: Files, fields: Fields, answers: Files | None = None) -> bool:
-    """Return whether the answers of the first rows are all numbers, for a map without options.
-
-    False also if the map does not fit one of these rows.
+    """Return whether a map without options can use the answers of the first rows as numbers.
 
     Args:
         files: Split -> its files.
         fields: Part of the map -> the names of its fields in the file.
-        answers: Files with one answer per line, if the rows contain no answers.
+        answers: Split -> its files with one answer per line; None if the rows contain their answers.
+
+    Returns:
+        Whether each of these rows fits the map and its answer is a number; True if there are no rows.
     """
     if answers:
         fields = {**fields, "answer": ANSWER}
@@ -372,6 +390,8 @@ def _flatten_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iterator[ProposedFields]:
     """Yield maps with options that the names and values of the fields suggest, the likeliest first.
 
+    If the columns with options contain wrong options only, the column of the answer is added to them.
+
     Args:
         values: Field -> its value in the first row, from `_flatten_fields`.
         has_answer_file: Whether the answers are in a separate file.
@@ -380,10 +400,13 @@ def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iter
         answer_fields = [ANSWER] if has_answer_file else _candidate_answers(values, options)
         for answer in answer_fields:
             option_fields = options
-            if isinstance(options, list) and _WRONG.search(options[0]):  # the right option is in the answer's column
+            if isinstance(options, list) and _WRONG.search(options[0]):
                 option_fields = [answer, *options]
             used = {answer}
-            used.update([option_fields] if isinstance(option_fields, str) else option_fields)
+            if isinstance(option_fields, str):
+                used.add(option_fields)
+            else:
+                used.update(option_fields)
             question = _propose_question(values, used)
             if question is not None:
                 yield {"question": question, "options": option_fields, "answer": answer}
@@ -412,7 +435,10 @@ def _candidate_open_maps(values: Mapping[str, Any], *, has_answer_file: bool) ->
 
 
 def _candidate_options(values: Mapping[str, Any]) -> list[OptionFields]:
-    """Return fields that may contain the options: lists, objects and numbered columns, then yes and no for all rows."""
+    """Return what may be the options: fields with lists or objects, numbered columns, and last "yes|no" for all rows.
+
+    Fields whose names are usual for options come first.
+    """
     candidates: list[OptionFields] = []
     columns_by_stem: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in values.items():
@@ -426,7 +452,7 @@ def _candidate_options(values: Mapping[str, Any]) -> list[OptionFields]:
     for columns in columns_by_stem.values():
         if len(columns) > 1:
             candidates.append(columns)
-    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))  # usual names first: False sorts before True
+    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))  # False sorts before True
     return [*candidates, "yes|no"]
 
 
@@ -444,11 +470,12 @@ def _usual_fields(values: Mapping[str, Any], part: str) -> list[str]:
 def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
     """Return the field of the question, or a template with its context; None if no text field is left.
 
-    A field with a usual name comes first, else the one with the longest text.
+    The question is the field with the most usual name, or else the one with the longest text. If another field has a
+    usual name for a context, the result is a template such as "{passage}\\n{question}".
 
     Args:
         values: Field -> its value in the first row.
-        used: The fields of the options and the answer.
+        used: The fields of the options and the answer, which are not proposed again.
     """
     text_fields = []
     for name, value in values.items():
@@ -462,12 +489,12 @@ def _propose_question(values: Mapping[str, Any], used: set[str]) -> str | None:
     question = questions[0]
     for context in _usual_fields(values, "context"):
         if context in text_fields and context != question:
-            return f"{{{context}}}\\n{{{question}}}"  # such as {passage}\n{question}
+            return f"{{{context}}}\\n{{{question}}}"  # a backslash and an n, as a user types a line break in a shell
     return question
 
 
 def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
-    """Return whether a map can read these rows; more than one answer style may fit."""
+    """Return whether a map can read these rows. More than one answer style may fit: other rows may decide."""
     try:
         if "options" in fields:
             field_map(fields).infer_style(rows)
@@ -483,16 +510,22 @@ def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
 def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bool) -> DataError:
     """Return the error for rows that no proposed map fits, with the likeliest cause.
 
-    That is one of these: a row contains several questions, a column joins all wrong options by semicolons, the answers
-    are in a different file, or the names of the fields are unknown.
+    These causes are tried in order: a row contains several questions, a column joins all wrong options by semicolons,
+    the answers are in a different file, or the names of the fields are unknown.
+
+    Args:
+        file: The file of the first row.
+        values: Field -> its value in the first row.
+        has_answer_file: Whether the answers are in a separate file.
     """
     for value in values.values():
         if _holds_several_questions(value):
-            lists = []
+            question_count = len(value)
+            lists = []  # the fields with one entry per question
             for name, other in values.items():
-                if isinstance(other, list) and len(other) == len(value):
+                if isinstance(other, list) and len(other) == question_count:
                     lists.append(name)
-            problem = f"{join_names(lists)} are lists of {len(value)}"
+            problem = f"{join_names(lists)} are lists of {question_count}"
             return DataError(file, 1, f"{problem}: a row contains several questions; write one row for each")
     for name, value in values.items():
         is_joined_list = isinstance(value, str) and ";" in value

@@ -39,11 +39,11 @@ class Reading(NamedTuple):
 
 
 def reading_probabilities(true_value: int, spread: float) -> list[float]:
-    """Return how probable each value of the scale is as a reading of a true value.
+    """Return the probability of each reading that an instrument may show, given the true value.
 
     Args:
-        true_value: The value of the quantity.
-        spread: The spread of the instrument, between 0 and 1.
+        true_value: The value of the quantity, on the scale.
+        spread: The spread of the instrument, between 0 and 1 exclusive.
 
     Returns:
         P(reading = r | true value) for every r on the scale, proportional to spread^|r - true value|.
@@ -65,8 +65,8 @@ def quantity_posterior(readings: Sequence[Reading]) -> list[float]:
     """
     weights = []
     for value in SCALE:
-        factors = [reading_probabilities(value, reading.spread)[reading.value] for reading in readings]
-        weights.append(math.prod(factors))
+        likelihoods = [reading_probabilities(value, reading.spread)[reading.value] for reading in readings]
+        weights.append(math.prod(likelihoods))
     return _normalize(weights)
 
 
@@ -112,11 +112,11 @@ def _normalize(weights: Sequence[float]) -> list[float]:
 def generate_sums(split: Split, n: int | None, *, seed: int) -> Iterator[Question]:
     """Generate questions for the sum of two quantities, given readings of both.
 
-    A longer run begins with the questions of a shorter one.
+    With the same split and seed, the first questions are the same for every `n`.
 
     Args:
         split: The split; no set of readings is in two splits.
-        n: Number of questions; None for the size of the split (`READING_COUNTS`).
+        n: Number of questions; None means 6000 for training, 500 for validation and 1000 for test.
         seed: Seed of the questions.
 
     Returns:
@@ -126,15 +126,21 @@ def generate_sums(split: Split, n: int | None, *, seed: int) -> Iterator[Questio
     >>> len(question.posterior), round(sum(question.posterior.values()), 9)
     (11, 1.0)
     """
-    count = READING_COUNTS[split] if n is None else n
-    return (_draw_sum(f"{TASK_NAME}-{split}-{seed}-{index}", split) for index in range(count))
+    if n is None:
+        n = READING_COUNTS[split]
+    prefix = f"{TASK_NAME}-{split}-{seed}"
+    question_ids = (f"{prefix}-{index}" for index in range(n))
+    return (_draw_sum(question_id, split) for question_id in question_ids)
 
 
 def _draw_sum(question_id: str, split: Split) -> Question:
-    """Draw a question: both quantities and their readings, until the text of the readings belongs to the split."""
+    """Draw both quantities and their readings until the text of the readings belongs to the split; make the question.
+
+    All draws depend on the id alone.
+    """
     draws = random.Random(int.from_bytes(digest(question_id), "big"))
     while True:
-        # `random` returns the same numbers in every version of Python.
+        # Only `random` is called: its numbers are the same in every version of Python.
         values = [SCALE[int(draws.random() * len(SCALE))] for _ in QUANTITIES]
         readings = _draw_readings(draws, values)
         text = "\n".join(str(reading) for reading in readings)
@@ -167,13 +173,16 @@ def _draw_readings(draws: random.Random, values: Sequence[int]) -> list[Reading]
 
 
 def _draw_index(draws: random.Random, weights: Sequence[float]) -> int:
-    """Draw an index in proportion to the weights with one call of `random`, the same in every version of Python."""
+    """Draw an index with a probability proportional to its weight.
+
+    `random` is called once. Its numbers are the same in every version of Python.
+    """
     point = draws.random() * math.fsum(weights)
     for index, weight in enumerate(weights):
         point -= weight
         if point < 0:
             return index
-    # Only if rounding makes the subtracted weights sum to slightly less than their `fsum`: the likeliest index.
+    # Rounding made the subtracted weights sum to slightly less than their `fsum`: return the likeliest index.
     return max(range(len(weights)), key=weights.__getitem__)
 
 
@@ -201,18 +210,21 @@ def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple
     """Answer a question as the built-in teacher.
 
     The sum is drawn from p^(1/T), normalised, where p is its posterior given the readings. The reasoning then states a
-    value for each quantity, drawn from the posterior given that sum.
+    value for each quantity. The two values are drawn from their posterior given the readings and that sum.
 
     Args:
         question: A question of this world.
-        temperature: The T above; 0 always gives the most probable sum.
+        temperature: The T above; 0 always gives the most probable sum, the smallest in case of a tie.
         seed: Seed of the response.
 
     Returns:
         The reasoning and the sum.
+
+    Raises:
+        ValueError: The temperature is negative or not finite, or the question has no readings.
     """
     _check_temperature(temperature)
-    random_key = digest("respond", question.id, repr(float(temperature)), seed)
+    random_key = digest("respond", question.id, repr(float(temperature)), seed)  # the same for 1 and 1.0
     draws = random.Random(int.from_bytes(random_key, "big"))
     readings = readings_of(question)
     if temperature == 0:
@@ -225,28 +237,35 @@ def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple
 
 
 def _draw_first(draws: random.Random, readings: Sequence[Reading], total: int) -> int:
-    """Draw the value of the first quantity from its posterior given the sum of both."""
+    """Draw the value of the first quantity from its posterior given the readings and the sum of both quantities."""
     posteriors = posterior_of_each(readings)
     weights = []
     for first in SCALE:
+        second = total - first
         weight = 0.0
-        if total - first in SCALE:
-            weight = posteriors.first[first] * posteriors.second[total - first]
+        if second in SCALE:
+            weight = posteriors.first[first] * posteriors.second[second]
         weights.append(weight)
     return _draw_index(draws, weights)
 
 
 def judge_sum(question: Question, answer: str, temperature: float, seed: int) -> bool:
-    """Judge a proposed answer as the built-in teacher: the judgement is drawn from p^(1/T), normalised.
+    """Judge a proposed answer as the built-in teacher.
+
+    Let p be the posterior probability that the answer is right. It is judged right with a probability proportional to
+    p^(1/T), and wrong with one proportional to (1 - p)^(1/T).
 
     Args:
         question: A question of this world.
         answer: The proposed sum; an answer that is not the sum of two values of the scale is always judged wrong.
-        temperature: The T above; at 0, an answer is judged right if its probability is at least one half.
+        temperature: The T above; at 0, an answer is judged right if p is at least one half.
         seed: Seed of the judgement.
 
     Returns:
         Whether the answer is judged right.
+
+    Raises:
+        ValueError: The temperature is negative or not finite, or the question has no readings.
     """
     _check_temperature(temperature)
     probability = _probability_of(question, answer)
@@ -259,7 +278,9 @@ def judge_sum(question: Question, answer: str, temperature: float, seed: int) ->
 
 
 def state_confidence(question: Question, answer: str, temperature: float) -> str:
-    """Return the confidence that the built-in teacher states: p^(1/T), normalised over all sums, to one decimal.
+    """Return the confidence that the built-in teacher states: the probability with which it draws its answer.
+
+    That is p^(1/T), normalised over all sums, where p is the posterior probability of the answer.
 
     Args:
         question: A question of this world.
@@ -267,7 +288,7 @@ def state_confidence(question: Question, answer: str, temperature: float) -> str
         temperature: The T above, greater than 0: the temperature at which the answer was drawn.
 
     Returns:
-        A number from 0.0 to 1.0.
+        A number from 0.0 to 1.0 with one decimal.
     """
     probabilities = _sharpen(sum_posterior(readings_of(question)), temperature)
     return f"{probabilities[int(answer)]:.1f}"
@@ -288,5 +309,5 @@ def _check_temperature(temperature: float) -> None:
 def _sharpen(probabilities: Sequence[float], temperature: float) -> list[float]:
     """Return p^(1/T), normalised; T is greater than 0."""
     largest = max(probabilities)
-    relative = [probability / largest for probability in probabilities]  # one is 1, so not all powers round to 0
+    relative = [probability / largest for probability in probabilities]  # one ratio is 1, so not all powers round to 0
     return _normalize([ratio ** (1 / temperature) for ratio in relative])

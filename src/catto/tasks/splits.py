@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,9 +36,10 @@ class Draft:
     Attributes:
         fields: The parts of the question by the names that a prompt shows.
         options: The texts of the options; empty for a question that is answered by a short text or a number.
-        gold: Index of the right option. It is not a text, since two options may have the same text.
+        gold: Index of the right option; 0 without options. It is not a text, since two options may have the same text.
         id: The source's own id; None if the source has none.
-        group: Name of the row's group. If a file is cut into splits, a group is never divided.
+        group: Name of the row's group; None if the rows with the same content are a group. If a file is cut into
+            splits, a group is never divided.
         accepted: The accepted answers of a question without options.
         grade: How an answer is compared with the accepted ones.
         tolerance: For the grade `number`: the largest accepted difference, relative to the accepted value.
@@ -62,16 +63,17 @@ class Cut:
         source: The split whose file is cut.
         shares: The share of the rows that each split gets.
         rest: The split that gets all other rows.
-        most: Maximum number of rows per share; None for no limit.
+        max_rows: Maximum number of rows of each split in `shares`; None means no limit. Since groups are never divided,
+            a split may exceed its share or this number by part of a group.
     """
 
     source: Split
     shares: Mapping[Split, float]
     rest: Split
-    most: int | None = None
+    max_rows: int | None = None
 
     @property
-    def parts(self) -> tuple[Split, ...]:
+    def splits(self) -> tuple[Split, ...]:
         """The splits that the file is cut into."""
         return (*self.shares, self.rest)
 
@@ -101,8 +103,8 @@ def digest(*parts: object) -> bytes:
     return hashlib.sha256(preimage.encode()).digest()
 
 
-# All possible texts of a generated question are divided into ten equal shares, and each share belongs to one split.
-# So no text is in two splits, whatever the seeds.
+# All possible texts of generated questions are divided into ten shares of about the same size, and each share belongs
+# to one split. So no text is in two splits, whatever the seeds.
 GENERATED_SHARES: dict[Split, range] = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}
 
 
@@ -113,23 +115,23 @@ def owns_generated(text: str, split: Split) -> bool:
     ['train']
     """
     first_byte = digest("share", text)[0]
-    share = first_byte * 10 // 256
+    share = first_byte * 10 // 256  # 0 to 9
     return share in GENERATED_SHARES[split]
 
 
 def draw_permutation(key: str, count: int) -> list[int]:
-    """Return a uniformly random order of `count` indices that depends on the key alone.
+    """Return the indices from 0 to `count` - 1 in a random order that depends on the key alone.
 
-    This is a Fisher-Yates shuffle. Its random numbers are the digits of a hash in a mixed radix, and each `divmod`
-    extracts one digit.
+    This is a Fisher-Yates shuffle: from the last position down to the second, the index at each position is swapped
+    with the one at a random position up to there. All random positions are extracted from one hash of the key.
 
     >>> draw_permutation("question 1", 4)
     [1, 0, 3, 2]
     """
     order = list(range(count))
-    number = int.from_bytes(digest("order", key), "big")
+    randomness = int.from_bytes(digest("order", key), "big")
     for last in range(count - 1, 0, -1):
-        number, other = divmod(number, last + 1)
+        randomness, other = divmod(randomness, last + 1)  # the remainder, from 0 to `last`, is the random position
         order[last], order[other] = order[other], order[last]
     return order
 
@@ -159,9 +161,13 @@ def _refers_to_letter(option: str) -> bool:
 
 @cache
 def _runs_of_category(categories: str) -> re.Pattern[str]:
-    """Return a pattern for runs of characters whose Unicode category matches `categories`, a regular expression.
+    """Return a pattern that matches one or more characters in a row whose Unicode category is one of `categories`.
 
-    Only the Basic Multilingual Plane is searched, since the other planes contain almost no such characters.
+    Surrogates and private characters never match. Neither do characters outside the Basic Multilingual Plane: almost
+    none of them has a category that is asked for.
+
+    Args:
+        categories: A regular expression for the beginning of a category, such as "[PZC]".
     """
     members = ""
     for code in range(0x10000):
@@ -178,20 +184,20 @@ def normalise_text(text: str) -> str:
     """Normalise a text, so that equal contents have equal hashes.
 
     Case, full and half width, composed and separate accents, white space and punctuation are ignored. Symbols are kept,
-    since `~P` and `P`, or 2 > 1 and 2 < 1, differ. A text of nothing but punctuation only
-    loses its white space.
+    since `~P` and `P`, or 2 > 1 and 2 < 1, differ. In a text of punctuation alone, the punctuation is kept and only the
+    white space is removed.
 
     >>> normalise_text("The  Cat\\nsat.")
     'the cat sat'
     """
-    if text.isascii():
+    if text.isascii():  # faster; the other branch would give the same
         folded = text.casefold()
     else:
         composed = unicodedata.normalize("NFKC", text)
         folded = unicodedata.normalize("NFKC", composed.casefold())  # folding case may decompose characters again
-        invisible = _runs_of_category("Cf")
+        invisible = _runs_of_category("Cf")  # such as a zero-width space
         folded = invisible.sub("", folded)
-    punctuation_or_space = _runs_of_category("[PZC]")
+    punctuation_or_space = _runs_of_category("[PZC]")  # punctuation, separators, and control characters
     words = punctuation_or_space.sub(" ", folded).strip()
     if words:
         return words
@@ -216,8 +222,9 @@ def group_key(group: str) -> bytes:
 def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int) -> dict[bytes, Split]:
     """Assign every group of rows to one split of the cut.
 
-    The groups, in the seed's random order, fill one split after the other up to its share of the rows. Groups are never
-    divided, so a split may get a few rows more.
+    The groups are taken in the seed's random order. They fill the splits in `cut.shares` one after the other, each up
+    to its share of the rows or `cut.max_rows`, whichever is smaller. All groups that are left go to `cut.rest`. Since
+    groups are never divided, a split may exceed its number of rows by part of a group.
 
     Args:
         entries: All rows of the file that is cut.
@@ -230,17 +237,15 @@ def assign_groups(entries: Sequence[SplitEntry], cut: Cut, task: str, seed: int)
     """
     row_counts = Counter(entry.group for entry in entries)
     in_random_order = sorted(row_counts, key=lambda group: digest(task, "cut", seed, group.hex()))
-    remaining_groups = iter(in_random_order)
+    remaining_groups = deque(in_random_order)
     split_of_group: dict[bytes, Split] = {}
     for split, share in cut.shares.items():
-        wanted_rows = int(share * len(entries) + 0.5)
-        if cut.most is not None:
-            wanted_rows = min(wanted_rows, cut.most)
+        wanted_rows = int(share * len(entries) + 0.5)  # rounded to the nearest whole number
+        if cut.max_rows is not None:
+            wanted_rows = min(wanted_rows, cut.max_rows)
         rows = 0
-        while rows < wanted_rows:
-            group = next(remaining_groups, None)
-            if group is None:
-                break
+        while remaining_groups and rows < wanted_rows:
+            group = remaining_groups.popleft()
             split_of_group[group] = split
             rows += row_counts[group]
     for group in remaining_groups:
@@ -262,7 +267,8 @@ class HeldOutRows:
 
     Attributes:
         contents: Content hash of a held-out row -> the reason to leave out a training row with the same content.
-        groups: Group hash of a held-out row -> the reason to leave out a training row of the same group.
+        groups: Group hash of a held-out row -> the reason to leave out a training row of the same group. Empty unless
+            the training rows are cut from the same file as the held-out rows.
     """
 
     contents: dict[bytes, str] = field(default_factory=dict)
@@ -274,43 +280,48 @@ class HeldOutRows:
 
 
 def collect_held_out(
-    pools: Mapping[Split, Sequence[SplitEntry]], *, cut: Cut | None, task: str, seeds: Iterable[int], seed: int
+    entries_of_file: Mapping[Split, Sequence[SplitEntry]],
+    *,
+    cut: Cut | None,
+    task: str,
+    seeds: Iterable[int],
+    loaded_seed: int,
 ) -> HeldOutRows:
-    """Collect the validation and test rows of every seed.
+    """Collect the validation and test rows of every seed, with the reasons to leave out training rows because of them.
 
-    A training row with the same content as one of them is left out. If the training rows are cut from the same file,
-    all rows of its group are left out too.
+    A training row with the same content as a held-out row is left out. If the training rows are cut from the same file
+    as the held-out rows, all rows of a held-out row's group are left out too.
 
     Args:
-        pools: For each split whose file contains validation or test rows, all entries of that file.
+        entries_of_file: All entries of every file with validation or test rows, by the split whose file it is.
         cut: How one of these files is cut; None if every split has its own file.
         task: Name of the task.
-        seeds: All seeds whose held-out rows must not be trained on.
-        seed: The seed that is loaded.
+        seeds: All seeds whose held-out rows must not be trained on, including the loaded one.
+        loaded_seed: The seed whose training rows are loaded.
 
     Returns:
-        The held-out rows, with the reasons that a report names.
+        The held-out rows, with reasons such as `content_in_test` that a report shows.
     """
     held_out = HeldOutRows()
-    for origin, entries in pools.items():
-        is_cut_by_seed = cut is not None and origin == cut.source
+    for split, entries in entries_of_file.items():
+        is_cut_by_seed = cut is not None and split == cut.source
         if is_cut_by_seed:
             continue
-        reason = f"content_in_{origin}"
         for entry in entries:
-            held_out.contents[entry.content] = reason
+            held_out.contents[entry.content] = f"content_in_{split}"
     if cut is None:
         return held_out
-    # If several seeds hold out a row, the report names the reason of the first one, which is to be the loaded seed.
-    loaded_seed_first = sorted(seeds, key=lambda each: each != seed)  # False sorts before True
-    for cut_seed in loaded_seed_first:
-        split_of_group = assign_groups(pools[cut.source], cut, task, cut_seed)
-        for entry in pools[cut.source]:
-            part = split_of_group[entry.group]
-            if part == "train":
+    training_rows_are_cut_too = "train" in cut.splits
+    # If several seeds hold out a row, the first reason is kept. It is to be that of the loaded seed.
+    loaded_seed_first = sorted(seeds, key=lambda seed: seed != loaded_seed)  # False sorts before True
+    for seed in loaded_seed_first:
+        split_of_group = assign_groups(entries_of_file[cut.source], cut, task, seed)
+        for entry in entries_of_file[cut.source]:
+            split = split_of_group[entry.group]
+            if split == "train":
                 continue
-            held_out.contents.setdefault(entry.content, f"content_in_{part}")
-            if "train" in cut.parts:
-                reason = f"cut_to_{part}" if cut_seed == seed else "cut_by_another_seed"
+            held_out.contents.setdefault(entry.content, f"content_in_{split}")
+            if training_rows_are_cut_too:
+                reason = f"cut_to_{split}" if seed == loaded_seed else "cut_by_another_seed"
                 held_out.groups.setdefault(entry.group, reason)
     return held_out

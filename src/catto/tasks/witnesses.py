@@ -18,7 +18,7 @@ from catto.tasks.splits import digest, owns_generated
 
 RELIABILITIES = (0.35, 0.5, 0.75)
 SIZES: dict[Split, int] = {"train": 6000, "validation": 500, "test": 1000}
-# The probability that the teacher quotes a witness who names its answer, and one who names a different option.
+# The probability that the teacher quotes a witness who names the teacher's answer, and one who names another option.
 QUOTE_SUPPORT = 0.9
 QUOTE_OTHER = 0.3
 _MAX_TRIES = 10_000  # draws per question
@@ -40,21 +40,21 @@ class Statement(NamedTuple):
 def posterior(statements: Sequence[Statement], options: int) -> list[float]:
     """Return P(gold = k | statements) for every option k, by Bayes' rule with a uniform prior.
 
-    The likelihood of option k is prod_w (r_w if witness w names k, else (1 - r_w) / (K - 1)).
+    The likelihood of option k is the product over all witnesses w of r_w if w names k, else (1 - r_w) / (K - 1).
 
     Args:
         statements: What the witnesses say.
-        options: The number of options K.
+        options: The number of options K, at least 2.
 
     >>> [round(14 * p, 9) for p in posterior([Statement(0.75, 0), Statement(0.5, 1)], 4)]
     [9.0, 3.0, 1.0, 1.0]
     """
-    scores = [0.0] * options
+    log_likelihoods = [0.0] * options
     for reliability, named in statements:
         for option in range(options):
             likelihood = reliability if option == named else (1 - reliability) / (options - 1)
-            scores[option] += math.log(likelihood)
-    return _softmax(scores)
+            log_likelihoods[option] += math.log(likelihood)
+    return _softmax(log_likelihoods)  # with a uniform prior, the posterior is the normalised likelihood
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:
@@ -81,7 +81,7 @@ class WitnessWorld(NamedTuple):
         if not self.reliabilities or not are_probabilities:
             raise ValueError(f"reliabilities {self.reliabilities}: expected numbers between 0 and 1, at least one")
         for value in self.reliabilities:
-            # The text must say exactly what the posterior uses.
+            # The posterior must be exact for the percentage that the text shows, with its six digits.
             value_in_text = float(f"{100 * value:g}") / 100
             if value_in_text != value:
                 raise ValueError(f"reliabilities: {value} is not a percentage of at most six digits")
@@ -96,23 +96,25 @@ def generate_questions(
     witnesses: int = 4,
     reliabilities: Sequence[float] = RELIABILITIES,
 ) -> Iterator[Question]:
-    """Generate questions for the box that contains a coin, given the statements of witnesses.
+    """Generate questions about which box contains a coin, given the statements of witnesses.
 
-    A longer run begins with the questions of a shorter one.
+    With otherwise equal arguments, the first questions are the same for every `n`.
 
     Args:
         split: The split; no set of statements is in two splits.
-        n: Number of questions; None for the size of the split (`SIZES`).
+        n: Number of questions; None means 6000 for training, 500 for validation and 1000 for test.
         seed: Seed of the questions.
         options: Number of boxes, 2 to 26.
-        witnesses: Number of statements in a question.
-        reliabilities: How often a witness is right; each witness has one of these values.
+        witnesses: Number of statements in a question, at least 1.
+        reliabilities: The probabilities with which a witness is right, of which each witness has one. They must be
+            above 0 and below 1. The question states them in per cent, as in "72.5 %", with at most six digits.
 
     Returns:
         An iterator over the questions, each with its exact posterior.
 
     Raises:
-        ValueError: No such questions can be drawn (`WitnessWorld.check`), or the world is too small for this split.
+        ValueError: An argument is out of its range. Or, while a question is drawn: there are too few different sets of
+            statements to give this split its own.
 
     >>> question = next(generate_questions("test", 1, seed=0))
     >>> question.labels, round(sum(question.posterior.values()), 9)
@@ -120,17 +122,24 @@ def generate_questions(
     """
     world = WitnessWorld(options, witnesses, tuple(reliabilities))
     world.check()
-    count = SIZES[split] if n is None else n
-    world_hash = content_hash([options, witnesses, list(reliabilities)], 6)
+    if n is None:
+        n = SIZES[split]
+    world_hash = content_hash(
+        [options, witnesses, list(reliabilities)], 6
+    )  # questions from different worlds have different ids
     prefix = f"witnesses-{world_hash}-{split}-{seed}"
-    return (_draw_question(f"{prefix}-{index}", split, world) for index in range(count))
+    question_ids = (f"{prefix}-{index}" for index in range(n))
+    return (_draw_question(question_id, split, world) for question_id in question_ids)
 
 
 def _draw_question(question_id: str, split: Split, world: WitnessWorld) -> Question:
-    """Draw a gold option and statements about it until the statements belong to the split.
+    """Draw a gold option and statements about it until the statements belong to the split; make the question.
 
-    All draws depend on the id alone. ValueError if `_MAX_TRIES` draws fail: a very small world may have no set of
-    statements that belongs to this split.
+    All draws depend on the id alone.
+
+    Raises:
+        ValueError: None of `_MAX_TRIES` draws belongs to the split. A very small world may have no set of statements
+            that does.
     """
     draws = random.Random(int.from_bytes(digest(question_id), "big"))
     for _ in range(_MAX_TRIES):
@@ -203,15 +212,18 @@ def respond(question: Question, temperature: float, seed: int) -> tuple[str, str
 
     Args:
         question: A question of this world.
-        temperature: The T above; 0 always gives the most probable label.
+        temperature: The T above; 0 always gives the most probable label, the first in case of a tie.
         seed: Seed of the response.
 
     Returns:
         The reasoning and the label.
+
+    Raises:
+        ValueError: The temperature is negative or not finite, or the question has no statements.
     """
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"temperature {temperature}: expected a finite number, at least 0")
-    random_key = digest("respond", question.id, repr(float(temperature)), seed)
+    random_key = digest("respond", question.id, repr(float(temperature)), seed)  # the same for 1 and 1.0
     draws = random.Random(int.from_bytes(random_key, "big"))
     statements = statements_of(question)
     if temperature == 0:
@@ -226,16 +238,16 @@ def _draw_label(
     draws: random.Random, labels: Sequence[str], statements: Sequence[Statement], temperature: float
 ) -> str:
     """Draw a label from p^(1/T), normalised, by inverting the cumulative distribution."""
-    scores = []
+    scores = []  # log p^(1/T)
     for probability in posterior(statements, len(labels)):
-        score = math.log(probability) / temperature if probability > 0 else -math.inf
+        score = math.log(probability) / temperature if probability > 0 else -math.inf  # p may round to 0
         scores.append(score)
     point = draws.random()
-    for label, weight in zip(labels, _softmax(scores), strict=True):
-        point -= weight
+    for label, probability in zip(labels, _softmax(scores), strict=True):
+        point -= probability
         if point < 0:
             return label
-    return labels[-1]  # rounding may leave the weights slightly below 1
+    return labels[-1]  # rounding may make the probabilities sum to slightly less than 1
 
 
 def _draw_quotes(draws: random.Random, statements: Sequence[Statement], answer: int) -> list[Statement]:

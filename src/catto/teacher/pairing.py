@@ -8,7 +8,7 @@ reasoning, and its text ends where the label would follow.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -59,13 +59,13 @@ class AnsweredQuestion(NamedTuple):
 
 
 def sft_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield a row for every correct response; without reasoning only one, since the others have the same text.
+    """Yield a row for every correct response.
 
     The teacher of the `readings` task adds rows that state a confidence and rows that judge an answer.
     """
     correct = group.right
     if not settings.reasoning:
-        correct = correct[:1]
+        correct = correct[:1]  # the rows of the others would have the same text
     for response in correct:
         yield _make_sft_row(group, response, settings)
     if settings.source == "readings":
@@ -76,26 +76,38 @@ def sft_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]
 
 def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings: AskSettings) -> SftRow:
     """Return a row of the `readings` task whose prompt also asks for a confidence, and whose response states one."""
-    assert response.label is not None
+    assert response.label is not None  # a correct response has a label
     prompt = render_messages(group.question, reasoning=settings.reasoning, confidence=True)
     (turn,) = _render_turn(response, settings)
-    confidence = state_confidence(group.question, response.label, response.temperature or 1.0)
+    confidence = state_confidence(group.question, response.label, _judging_temperature(response))
     stated = Message(role="assistant", content=f"{turn.content}\n<confidence>{confidence}</confidence>")
     return SftRow(**group.columns | {"prompt": prompt}, completion=(stated,), label=response.label)
 
 
 def _correct_judgements(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield a row for every answer that the teacher of the `readings` task judges correctly, be it right or wrong."""
+    """Yield a row for every answer, right or wrong, that the teacher of the `readings` task judges correctly."""
     for response in group.responses:
         if response.label is None:
             continue
-        is_judged_right = judge_sum(group.question, response.label, response.temperature or 1.0, response.seed or 0)
+        temperature = _judging_temperature(response)
+        is_judged_right = judge_sum(group.question, response.label, temperature, response.seed or 0)
         if is_judged_right == response.correct:
             yield judgement_row(group, response, settings)
 
 
+def _judging_temperature(response: Response) -> float:
+    """Return the temperature at which the teacher of the `readings` task judges a response and states its confidence.
+
+    It is the temperature of the response. If that is 0 or not known, it is 1: no confidence is defined at 0.
+    """
+    return response.temperature or 1.0
+
+
 def outcome_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield a row for every response, right or wrong; for a question without options, the row judges the answer."""
+    """Yield a row for every response, right or wrong.
+
+    For a question without options, the row judges the answer, and a response without an answer has no row.
+    """
     for response in group.responses:
         if group.question.has_labels:
             yield _make_sft_row(group, response, settings)
@@ -104,7 +116,10 @@ def outcome_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[Sft
 
 
 def judgement_row(group: AnsweredQuestion, response: Response, settings: AskSettings) -> SftRow:
-    """Return a row whose prompt asks whether a response's answer is right, and whose labels are True and False."""
+    """Return a row whose prompt asks whether a response's answer is right, and whose labels are True and False.
+
+    The response must have an answer.
+    """
     assert response.label is not None
     prompt = render_judgement(group.question, response.label, reasoning=settings.reasoning)
     right_label, wrong_label = JUDGEMENT_LABELS
@@ -118,6 +133,9 @@ def stream_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftR
     """Yield one row with the first response, right or wrong, and the votes of all responses.
 
     The votes are the share of each label among the responses with a label; None if there are no such responses.
+
+    Raises:
+        ValueError: The question has no options.
     """
     if not group.question.has_labels:
         raise ValueError(f"question {group.question.id}: votes count labels, but the question has no options")
@@ -142,8 +160,8 @@ class ResponsePair(NamedTuple):
 def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[PreferenceRow]:
     """Yield up to `pairs_per_question` pairs of a correct response and a wrong one with a label.
 
-    There are none if the question is dropped (`explain_no_pair`). The pairs are drawn at random without replacement, by
-    sorting them by a hash, so they are the same on every machine.
+    There are none if the question has too few correct or wrong responses (`explain_no_pair`). The pairs are drawn at
+    random without replacement, by sorting them by a hash, so they are the same on every machine.
     """
     if explain_no_pair(group, settings) is not None:
         return
@@ -162,7 +180,7 @@ def preference_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[
             **group.columns,
             chosen=_render_turn(pair.chosen, settings),
             rejected=_render_turn(pair.rejected, settings),
-            chosen_label=pair.chosen.label or group.question.gold,  # a correct response has a label
+            chosen_label=pair.chosen.label or group.question.gold,  # always the first: a correct response has a label
             rejected_label=pair.rejected.label,
         )
 
@@ -250,21 +268,19 @@ class Yield(Record):
 
     def lines(self) -> list[str]:
         """Describe the summary in a few lines."""
-        dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items())
+        responses = f"{self.responses:,} responses to {self.answered:,} of {self.questions:,} questions"
+        verdicts = f"{self.correct:,} correct, {self.unparsed:,} without a label"
         rates = ", ".join(f"{rate}: {count}" for rate, count in self.rates.items())
-        rows = ", ".join(f"{count:,} {kind}" for kind, count in self.rows.items())
         lines = [
-            f"{self.responses:,} responses to {self.answered:,} of {self.questions:,} questions; "
-            f"{self.correct:,} correct, {self.unparsed:,} without a label",
-            f"{self.kept:,} questions give pairs; dropped: {dropped or 'none'}",
+            f"{responses}; {verdicts}",
+            f"{self.kept:,} questions give pairs; dropped: {_join_counts(self.dropped) or 'none'}",
             f"questions by share of correct responses: {rates}",
             f"tokens: {_show_count(self.prompt_tokens)} prompt, {_show_count(self.tokens)} generated",
-            f"rows: {rows}",
+            f"rows: {_join_counts(self.rows)}",
         ]
         if self.refused:
-            lines.append(
-                f"refused and left out: {self.refused:,} requests ({self.reasons}); --retry-refused asks again"
-            )
+            refused = f"refused and left out: {self.refused:,} requests ({self.reasons})"
+            lines.append(f"{refused}; --retry-refused asks again")
         if self.other_models:
             names = ", ".join(f"{count:,} from {name}" for name, count in self.other_models.items())
             lines.append(f"replies under a different model name than requested: {names}")
@@ -272,6 +288,11 @@ class Yield(Record):
             text = " ".join(response.text.split())[:200]
             lines.append(f"question {response.question} sample {response.sample}, {_judge(response)}: {text}")
         return lines
+
+
+def _join_counts(counts: Mapping[str, int]) -> str:
+    """Return counts with their names, such as `51 sft, 5 preferences`; empty if there are none."""
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def _show_count(count: int | None) -> str:
@@ -301,6 +322,7 @@ class _YieldCounter:
         self.first_of_verdict: dict[str, Response] = {}
 
     def add(self, group: AnsweredQuestion) -> None:
+        """Count a question and its responses."""
         reason = explain_no_pair(group, self.settings)
         if reason is None:
             self.kept += 1
@@ -324,7 +346,7 @@ class _YieldCounter:
             self.prompt_tokens += response.prompt_tokens or 0
 
     def choose_examples(self) -> tuple[Response, ...]:
-        """Return one response of each verdict, then the first of the other responses, up to `EXAMPLES`."""
+        """Return the first response of each verdict, then the first of the other responses; at most `EXAMPLES`."""
         examples = list(self.first_of_verdict.values())
         for response in self.first_responses:
             if response not in self.first_of_verdict.values():
@@ -342,7 +364,7 @@ def count_yield(
 
     Args:
         questions: All questions that were to be asked.
-        groups: The questions with responses.
+        groups: The questions with responses; read once, one after the other.
         settings: How the responses were sampled, and which questions give pairs.
         refused: The refused requests.
 

@@ -46,7 +46,7 @@ FREE = {
     "responses": "the responses are read from a file",
 }
 
-# Called with the number of responses so far and the total.
+# Called with the number of outcomes so far, which are responses and refusals, and the total.
 Progress = Callable[[int, int], None]
 
 
@@ -64,9 +64,9 @@ def ask(
 ) -> None:
     """Collect `settings.n` responses to every question, unparsed, in `out`/generations.jsonl with a manifest.
 
-    A run that was killed resumes from generations.part.jsonl and asks only for what is missing; a finished run asks
-    nothing. Requests that the server refuses permanently are written to refused.jsonl with the reason, and are not sent
-    again until `forget_refusals` is called.
+    A run that was killed resumes from generations.part.jsonl and asks only for what is missing. If the run is finished,
+    nothing is asked. Requests that the server refuses permanently are written to refused.jsonl with the reason, and are
+    not sent again until `forget_refusals` is called.
 
     Args:
         questions: The questions, from any split.
@@ -74,17 +74,19 @@ def ask(
             missing.
         settings: Settings of the teacher, or the `ModelSampling` of a trained model, which is then the `source`.
         out: The folder to write to.
-        progress: Called with the number of responses so far and the total.
+        progress: Called with the number of outcomes so far, refusals included, and the total; None reports nothing.
         may_be_empty: Whether stored responses may answer none of the questions.
 
     Raises:
         ValueError: There are no questions, two have the same id, or there is no source.
-        ServerError: Too many requests are refused (`settings.max_refused`).
+        ServerError: Too many requests are refused (`settings.max_refused`), or all of them.
         DataError: `out` contains responses for other settings or questions.
+        RuntimeError: The engine left requests unanswered.
 
     >>> import tempfile
     >>> from catto.tasks import load_questions
-    >>> settings, out = TeacherSettings(source="witnesses", n=4), Path(tempfile.mkdtemp())
+    >>> settings = TeacherSettings(source="witnesses", n=4)
+    >>> out = Path(tempfile.mkdtemp())
     >>> questions = list(load_questions("witnesses", "train", limit=5))
     >>> ask(questions, None, settings, out)
     >>> write_rows(questions, settings, out / GENERATIONS, out).rows["outcome"]
@@ -103,20 +105,29 @@ def ask(
 
 
 def _ask_missing(journal: Journal[Generation], source: Engine, requests: Requests, progress: Progress | None) -> None:
-    """Send the requests that are not in the journal yet; ServerError if too many are refused."""
+    """Send the requests that are not in the journal yet, and store their outcomes: responses and refusals.
+
+    Raises:
+        ServerError: Too many requests are refused.
+    """
     answered = journal.places.keys() - journal.refused.keys()
     cap = RefusalCap(requests.settings.max_refused, answered, journal.refused)
     for outcome in source.generate(requests, set(journal.places)):
-        (stored,) = journal.append(outcome)
+        (stored,) = journal.append(outcome)  # a response that is too long is stored as a refusal
         cap.count(stored)
         if progress is not None:
             progress(len(journal.places), len(journal.keys))
 
 
 def _publish_generations(journal: Journal[Generation], source: Engine, settings: AskSettings) -> None:
-    """Write the generations, the refusals and the manifest; RuntimeError if the source left requests unanswered."""
+    """Write the generations, the refusals and the manifest.
+
+    Raises:
+        ServerError: Every request was refused.
+        RuntimeError: The source left requests unanswered.
+    """
     answered = len(journal.places) - len(journal.refused)
-    RefusalCap.check_some(answered, journal.refused.values())
+    RefusalCap.require_answers(answered, journal.refused.values())
     # Stored responses were not sampled with the temperature and seed drawn for a request, and some may be missing.
     is_drawn = not isinstance(source, StoredResponses)
     missing = len(journal.keys) - len(journal.places)
@@ -162,15 +173,24 @@ class DrawnSampling(NamedTuple):
 
 
 def draw_sampling(settings: AskSettings, question: str, sample: int) -> DrawnSampling:
-    """Draw the temperature, uniform in the settings' range, and the seed (31 bits) of a sample.
+    """Draw the temperature and the seed of a sample.
 
     Both come from a hash, so they do not depend on the order of the requests.
+
+    Args:
+        settings: The range of temperatures, and the seed of the run.
+        question: The id of the question.
+        sample: The number of the sample.
+
+    Returns:
+        A temperature, uniform in the settings' range and rounded to four decimals, and a seed from 0 to 2^31 - 1.
     """
-    digest = content_hash([settings.seed, question, sample], 64)
-    temperature_digits = digest[:13]  # hexadecimal
+    digest = content_hash([settings.seed, question, sample], 64)  # hexadecimal
+    temperature_digits = digest[:13]
     seed_digits = digest[13:21]
     low, high = settings.temperature
-    temperature = low + (high - low) * int(temperature_digits, 16) / 16**13  # the last factor is in [0, 1)
+    fraction = int(temperature_digits, 16) / 16**13  # in [0, 1)
+    temperature = low + (high - low) * fraction
     seed = int(seed_digits, 16) >> 1  # 32 bits to 31
     return DrawnSampling(round(temperature, 4), seed)
 
@@ -203,13 +223,13 @@ def write_rows(
         settings: The settings that `ask` was called with.
         generations: The file that `ask` wrote.
         out: The folder to write to.
-        kinds: The kinds of rows.
+        kinds: The kinds of rows; responses.jsonl is always written.
 
     Returns:
         A summary of the responses and the rows.
 
     Raises:
-        ValueError: There are no questions, two have the same id, or a response belongs to a different question.
+        ValueError: There are no questions, two have the same id, or a response belongs to none of the questions.
         DataError: The file or its manifest cannot be read.
     """
     asked = check_questions(questions)
@@ -225,7 +245,7 @@ def write_rows(
             for name, path in paths.items():
                 outputs[name] = stack.enter_context(atomic.replace_file(path))
             writer = _RowWriter(settings, paths, outputs)
-            # The writer is a generator: each group that `count_yield` counts has just been written.
+            # `write_groups` is a generator: it writes each group when `count_yield` asks for it.
             written_groups = writer.write_groups(groups)
             summary = count_yield(asked, written_groups, settings, refusals(generations.parent))
         _write_manifests(generations_manifest, summary, writer, questions=len(asked))
@@ -252,7 +272,7 @@ class _RowWriter:
     temperature_ignored: int = 0
 
     def write_groups(self, groups: Iterable[AnsweredQuestion]) -> Iterator[AnsweredQuestion]:
-        """Write the records of each group, then pass the group on."""
+        """Write the records of each group, then yield the group."""
         for group in groups:
             for name, file in self.outputs.items():
                 for record in ROWS[name](group, self.settings):
@@ -267,8 +287,14 @@ class _RowWriter:
 def _write_manifests(generations_manifest: Manifest, summary: Yield, writer: _RowWriter, *, questions: int) -> None:
     """Write a manifest for every file that the writer wrote.
 
-    Its hash covers what the file depends on: for responses the generations and the parser, for rows also the settings
-    that choose them.
+    The recipe hash in a manifest covers what the file depends on: for responses the generations and the parser, for
+    rows also the settings that choose them.
+
+    Args:
+        generations_manifest: The manifest of the generations.
+        summary: The counts of the responses.
+        writer: The writer of the files.
+        questions: Number of questions that were to be asked.
     """
     settings = writer.settings
     parser_version = forms.VERSION
@@ -320,6 +346,9 @@ def answered_questions(
         drawn: Whether each generation was sampled with the temperature and seed that were drawn for its request. If
             not, as in an existing dataset, the temperature and seed of the responses are None.
 
+    Yields:
+        Each question that has generations, in the order of the generations.
+
     Raises:
         ValueError: A generation belongs to none of the questions.
     """
@@ -339,14 +368,24 @@ def answered_questions(
 
 
 def _parse_generation(generation: Generation, question: Question, sampling: DrawnSampling | None) -> Response:
-    """Read the answer of a generation. Reasoning in the text takes precedence over reasoning returned separately."""
+    """Read the answer of a generation, and compare it with the question's.
+
+    Reasoning in the text takes precedence over reasoning that the engine returned separately.
+
+    Args:
+        generation: The generation.
+        question: Its question.
+        sampling: The temperature and seed that it was sampled with; None if they are not known.
+    """
     is_cut = generation.finish_reason == "length"
     answer = parse_answer(generation.text, question, cut=is_cut)
-    label = answer.label
-    correct = label == question.gold
-    if question.grade is not None:  # a question without options
+    has_short_answer = question.grade is not None
+    if has_short_answer:
         label = find_answer_text(generation.text, cut=is_cut)
         correct = label is not None and is_right_answer(label, question)
+    else:
+        label = answer.label
+        correct = label == question.gold
     columns = generation.model_dump(exclude={"reasoning", "tops"})
     return Response(
         **columns,
@@ -406,16 +445,20 @@ def dry_run(
 
     Args:
         questions: The questions, from any split.
-        source: The engine that would be asked; None means the source that the settings name.
+        source: The engine that would be asked; None means the source that the settings name, which is not opened.
         settings: Settings of the teacher.
-        out: The folder that `ask` would write to; None for a new one.
+        out: The folder that `ask` would write to; None means a new folder, without stored responses.
         retry_refused: Whether refused requests are sent again.
 
     Returns:
         The number of requests that are left, with estimates of their tokens.
+
+    Raises:
+        ValueError: There are no questions, or two have the same id.
+        DataError: `out` contains responses for other settings or questions.
     """
     asked = check_questions(questions)
-    journal = _make_journal(asked, source, settings, out or Path())  # without `out`, only its keys are used
+    journal = _make_journal(asked, source, settings, out or Path())  # without `out`, only the journal's keys are used
     stored = StoredKeys(answered=set(), refused=set())
     if out is not None:
         stored = _read_stored_keys(journal, out)
@@ -448,7 +491,7 @@ class StoredKeys(NamedTuple):
 
 
 def _read_stored_keys(journal: Journal[Generation], folder: Path) -> StoredKeys:
-    """Read which requests a folder has an outcome for, whether its run is finished or not."""
+    """Return the requests that a folder has an outcome for, whether its run is finished or not."""
     if journal.finished():
         refused = {refusal.key for refusal in refusals(folder)}
         return StoredKeys(answered=journal.keys.keys() - refused, refused=refused)
@@ -463,7 +506,14 @@ def _read_stored_keys(journal: Journal[Generation], folder: Path) -> StoredKeys:
 def _make_journal(
     questions: Sequence[Question], source: Engine | None, settings: AskSettings, out: Path
 ) -> Journal[Generation]:
-    """Make the journal of the generations; its recipe hash covers the prompts, the model and how it is sampled."""
+    """Make the journal of the generations; its recipe hash covers the prompts, the model and how it is sampled.
+
+    Args:
+        questions: The questions that are asked.
+        source: The engine that is asked; None means the source that the settings name.
+        settings: How responses are sampled. The model that they name takes precedence over that of `source`.
+        out: The folder of the journal.
+    """
     prompts_hash = _hash_prompts(questions, reasoning=settings.reasoning)
     if settings.model:
         model: str | None = settings.model
@@ -498,7 +548,7 @@ def _request_keys(questions: Sequence[Question], samples: int) -> Iterator[Key]:
 def _journal_in(folder: Path, recipe: str | None, keys: Iterable[Key] = ()) -> Journal[Generation]:
     manifest = Manifest(kind="generations", counts={}, recipe_hash=recipe)
     path = folder / GENERATIONS
-    return Journal(path, Generation, manifest, keys, refused=folder / REFUSED, other=OTHER_RECIPE)
+    return Journal(path, Generation, manifest, keys, refused=folder / REFUSED, other_run_error=OTHER_RECIPE)
 
 
 def refusals(folder: Path) -> list[Refusal]:
@@ -512,7 +562,7 @@ def refusals(folder: Path) -> list[Refusal]:
 def forget_refusals(folder: Path) -> None:
     """Forget the refused requests in a folder of responses, so that the next run sends them again.
 
-    A kill leaves the folder unchanged or with a journal to resume from.
+    If the process is killed meanwhile, the folder is unchanged or has a journal from which the next run resumes.
     """
     if refusals(folder):
         _journal_in(folder, None).reopen(refusals=False)

@@ -12,8 +12,8 @@ from catto.recipe.settings import ROW_FIELDS, ResponseFields, Settings, TeacherS
 class ModelSampling(Settings):
     """How responses of a trained model are sampled, and how rows are chosen from them.
 
-    The model itself is passed to `ask` as an engine. The class variables are the other settings of a teacher that `ask`
-    reads.
+    The model itself is passed to `ask` as an engine. The class variables are settings of a teacher that `ask` also
+    reads; they have the same value for every trained model.
     """
 
     source: ClassVar[None] = None

@@ -24,12 +24,15 @@ from catto.teacher.sampling import AskSettings
 
 
 def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_empty: bool = False) -> Engine:
-    """Open the source that the settings name. A source is an engine, but only its `generate` is used.
+    """Open the source of responses that the settings name.
 
     Args:
         settings: Settings of the teacher.
         questions: The questions that will be asked.
         may_be_empty: Whether stored responses may answer none of the questions.
+
+    Returns:
+        An engine, of which only `generate` is used.
 
     Raises:
         ValueError: The settings name no source, or source `transformers` without a model.
@@ -42,6 +45,7 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
             from catto.engines.server import ServerEngine
 
             body = settings.body_to_send()
+            # The settings refuse source `server` without `base_url` and `model`; `or ""` is for the type checker.
             return ServerEngine(
                 settings.base_url or "",
                 settings.model or "",
@@ -51,7 +55,7 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
                 timeout=settings.timeout,
                 deadline=settings.deadline,
                 extra_body=body,
-                hidden=tuple(secret_texts(settings.extra_body, body)),
+                extra_secrets=tuple(secret_texts(settings.extra_body, body)),
             )
         case "transformers":
             from catto.engines.transformers import TransformersEngine
@@ -105,8 +109,8 @@ class StoredResponses(Engine):
 
     A row is matched to its question by the question's id or text. If the labels are letters, the text must be the whole
     user message, since letters mean nothing if the options are in a different order. If the labels are words, the
-    question's fields suffice. Rows for questions that are not asked are left out and counted in `notes`. Rows beyond
-    the n-th of a question are left out too.
+    question's fields suffice. Rows for questions that are not asked are left out and counted in `notes`. A row whose
+    sample is not requested is left out too: if `n` samples are requested, the sample must be below `n`.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class StoredResponses(Engine):
         """Read the responses to the questions.
 
         Args:
-            place: A file, a folder or a hub id, as for `read_table`.
+            place: A file, a folder of files, or the id of a hub dataset.
             fields: The columns of the dataset.
             questions: The questions that are asked.
             may_be_empty: Whether the dataset may answer none of them.
@@ -174,16 +178,31 @@ class StoredResponses(Engine):
             row: The row.
             question: The question that it answers.
             position: Number of earlier rows for the question; the number of the sample if no column numbers samples.
+
+        Returns:
+            The response, with the name of the dataset as its model if no column names the model.
+
+        Raises:
+            ValueError: A field is missing or not as expected, or the text answers a different label than the column.
         """
         fields = self.fields
-        sample = position if fields.sample is None else self._read_sample(fields.sample, row)
-        model = _get_text(fields.model, row) if fields.model else self.model
-        text = _get_text(fields.text, row) if fields.text else ""
-        reasoning = _get_text(fields.reasoning, row) if fields.reasoning else None
+        sample = position
+        if fields.sample is not None:
+            sample = self._read_sample(fields.sample, row)
+        model = self.model
+        if fields.model:
+            model = _get_text(fields.model, row)
+        text = ""  # without a column of texts, there is a column of labels
+        if fields.text:
+            text = _get_text(fields.text, row)
+        reasoning = None
+        if fields.reasoning:
+            reasoning = _get_text(fields.reasoning, row)
         if fields.label is not None:
             label = self._read_label(fields.label, row, question)
             parsed = parse_answer(text, question)
-            if parsed.label not in (None, label):
+            has_different_label = parsed.label is not None and parsed.label != label
+            if has_different_label:
                 raise ValueError(f"{fields.label} is {label}, but the text answers {parsed.label}")
             text = render_completion(reasoning or parsed.reasoning, label)
         return Generation(question=question.id, sample=sample, text=text, reasoning=reasoning, model=model)
@@ -219,7 +238,15 @@ class ResponseTableRow(NamedTuple):
 
 
 def read_table(place: str) -> Iterator[ResponseTableRow]:
-    """Yield the rows of a file, of the files in a folder (sorted by name), or of a hub dataset's train split."""
+    """Yield the rows of a file, of the files in a folder (sorted by name), or of a hub dataset's train split.
+
+    Args:
+        place: A path or the id of a hub dataset. A path that exists or ends like a file of rows is never taken for an
+            id, so a misspelled file name is not looked up on the hub.
+
+    Raises:
+        DataError: There is no such file or dataset, the folder has no file that can be read, or a row cannot be read.
+    """
     path = Path(place)
     is_local = path.exists() or find_suffix(path)
     if not is_local and "/" in place and is_hub_id(place):
@@ -238,13 +265,16 @@ def read_table(place: str) -> Iterator[ResponseTableRow]:
 
 
 def _index_by_text(questions: Sequence[Question]) -> dict[str, Question]:
-    """Return the questions by their folded texts, without texts that two questions share."""
+    """Return the questions by the texts that name them: their user messages and, for word labels, their fields.
+
+    Texts are folded by `_fold_text`. A text that several questions share is left out, since it names none of them.
+    """
     ids_of_text: dict[str, set[str]] = defaultdict(set)
     for question in questions:
         user_message = render_messages(question)[-1].content
         ids_of_text[_fold_text(user_message)].add(question.id)
-        has_word_labels = all(option.text in ("", option.label) for option in question.options)
-        if has_word_labels:
+        options_are_labels = all(option.text in ("", option.label) for option in question.options)
+        if options_are_labels:  # the text need not list the options; this includes questions without options
             fields = "\n".join(question.fields.values())
             ids_of_text[_fold_text(fields)].add(question.id)
     question_of_id = {question.id: question for question in questions}
