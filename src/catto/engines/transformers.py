@@ -51,6 +51,17 @@ class TransformersEngine(Engine):
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch_size: int = 16, model_name: str | None = None) -> None:
+        """Prepare a loaded model for generation.
+
+        Args:
+            model: The model, possibly with an adapter of PEFT.
+            tokenizer: Its tokenizer.
+            batch_size: Number of responses that run at once.
+            model_name: The name of the model in records; None means the name in its configuration.
+
+        Raises:
+            ValueError: The batch size is below 1, or an adapter puts virtual tokens in front of the prompt.
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, expected at least 1")
         for adapter in getattr(model, "peft_config", {}).values():
@@ -61,6 +72,7 @@ class TransformersEngine(Engine):
         self.network = model
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        # `model` and `name` are stored in records: which model answered, and the software and precision that ran it.
         self.model = model_name or model.config.name_or_path or type(model).__name__
         precision = str(model.dtype).removeprefix("torch.")
         torch_version = torch.__version__.partition("+")[0]
@@ -69,8 +81,9 @@ class TransformersEngine(Engine):
         self._eos = _find_end_tokens(model, tokenizer)
         # Cached, because a prompt is scored soon after its responses are generated.
         self._encode_prompt = lru_cache(maxsize=1024)(partial(prompt_ids, tokenizer))
-        # Tokens and hidden states of the responses to requests with `keep_states`, until the next call of `generate` or
-        # `score`.
+        # Request key -> tokens and hidden states of its response, for requests with `keep_states`. With the states,
+        # `score` needs no further pass through the model for labels in the response; the tokens show whether a text is
+        # part of it. They are dropped by the next call of `generate` or `score`.
         self._kept: dict[Key, tuple[tuple[int, ...], Tensor]] = {}
 
     @classmethod

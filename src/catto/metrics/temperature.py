@@ -128,10 +128,12 @@ def at_tau(
 ) -> Floats:
     """Return L(tau) = log sum_j exp(margin_j / tau) over the whole vocabulary, from its values on a grid of tau.
 
-    The margin of a token is its logit minus the largest logit of the vocabulary. Only K margins are known, but on the
-    grid, L and thus the whole sum are known. Between grid points, the terms of the K tokens are computed. The logarithm
-    of the rest of the sum is interpolated by a cubic spline in log tau, because it is smooth even where the sum shifts
-    from one token to many.
+    The margin of a token is its logit minus the largest logit of the vocabulary. Only K margins are known, usually those
+    of the labels' tokens. On the grid, L is known as well, and with it the sum over all other tokens.
+
+    Between grid points, the terms of the K tokens are computed, and the logarithm of the sum over the others is
+    interpolated by a cubic spline in log tau. L itself is harder to interpolate. It bends sharply where the largest
+    token, usually a label, stops dominating; without the labels' terms, the bend is gone.
 
     The error of a label's probability was measured on 200 random vocabularies of 1,000 to 50,000 logits and 400 taus.
     The largest error of all was 7e-4; the largest error of a vocabulary was 1e-4 on average. A spline of L itself was
@@ -161,7 +163,7 @@ def at_tau(
     total_on_grid = np.exp(curve)
     # If the known margins are nearly the whole sum, rounding may make the rest 0 or negative.
     rest_on_grid = np.maximum(total_on_grid - known_on_grid, ROUNDING * total_on_grid)
-    log_rest = np.log(rest_on_grid) @ _spline_weights(float(tau))
+    log_rest = np.log(rest_on_grid) @ _spline_weights(float(tau))  # the spline's value at tau
     known = np.exp(margins / tau).sum(axis=-1)
     return np.asarray(np.log(known + np.exp(log_rest)))
 

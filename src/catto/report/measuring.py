@@ -668,8 +668,8 @@ class _ComparisonId(NamedTuple):
 def correct_group_p_values(groups: Sequence[GroupNumbers], baseline: str | None = BASELINE) -> list[GroupNumbers]:
     """Correct the p-values of the comparisons with the baseline by Holm's method, separately for each table.
 
-    A comparison is not judged if too many answers of the method or of the baseline were forced. It then does not count
-    in the correction of the others, and its corrected p-value is nan.
+    A comparison is not judged if too many responses of the method or of the baseline had no readable answer, so that
+    one was forced. It then does not count in the correction of the others, and its corrected p-value is nan.
 
     Args:
         groups: The groups of all tables.
@@ -679,13 +679,14 @@ def correct_group_p_values(groups: Sequence[GroupNumbers], baseline: str | None 
         The groups in the same order, with corrected p-values.
     """
     corrected: dict[_ComparisonId, float] = {}
-    for p_values in _gather_p_values(groups, baseline):
-        corrected |= zip(p_values, holm(list(p_values.values())), strict=True)
+    for p_values_of_table in _gather_p_values(groups, baseline):
+        corrected_of_table = holm(list(p_values_of_table.values()))
+        corrected.update(zip(p_values_of_table, corrected_of_table, strict=True))
     corrected_groups = []
     for index, group in enumerate(groups):
         versus_of_metric = {}
         for metric, versus in group.versus.items():
-            p_corrected = corrected.get(_ComparisonId(index, metric), nan)
+            p_corrected = corrected.get(_ComparisonId(index, metric), nan)  # nan: not judged
             versus_of_metric[metric] = replace(versus, p_corrected=p_corrected)
         corrected_groups.append(group.model_copy(update={"versus": versus_of_metric}))
     return corrected_groups

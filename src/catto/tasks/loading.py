@@ -207,7 +207,7 @@ def _search_folder(task: Task, folder: Path) -> dict[Split, list[RowFile]]:
         if split in cut_from_other_split:
             continue
         for pattern in (*task.patterns.get(split, ()), *_USUAL_FILE_NAMES[split]):
-            # `find_suffix` is empty for a file whose format cannot be read.
+            # Files in formats that cannot be read, for which `find_suffix` is empty, are skipped.
             matches = [path for path in sorted(folder.glob(pattern)) if path.is_file() and find_suffix(path)]
             if matches:
                 row_files[split] = [RowFile(str(path), path) for path in matches]
