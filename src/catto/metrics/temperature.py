@@ -128,7 +128,7 @@ def at_tau(
 ) -> Floats:
     """Return L(tau) = log sum_j exp(margin_j / tau) over the whole vocabulary, from its values on a grid of tau.
 
-    The margin of a token is its logit minus the largest logit of the vocabulary. Only K margins are known, usually those
+    The margin of a token is its logit minus the largest logit of the vocabulary. K margins are known, usually those
     of the labels' tokens. On the grid, L is known as well, and with it the sum over all other tokens.
 
     Between grid points, the terms of the K tokens are computed, and the logarithm of the sum over the others is
