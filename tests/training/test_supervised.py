@@ -329,6 +329,20 @@ def test_example_cuts_before_its_label_and_open_ones_stand_at_the_same_place() -
     assert closed.label.candidates == [TOKENIZER.convert_tokens_to_ids(label) for label in row.labels]
 
 
+@pytest.mark.parametrize("label", ["a", "answer", "dog"])
+def test_an_open_row_is_completed_with_a_label_that_occurs_in_the_tag(label: str) -> None:
+    """`<answer>` contains "a" and "answer". An open row is tokenized like the row that states its first label."""
+    tokenizer = kinds()["byte-level"]
+    rows = []
+    for written in (label, None):
+        turn = (Message(role="assistant", content=render_completion("the cat sat", written)),)
+        update = {"labels": (label, "the cat"), "gold": label, "label": written, "completion": turn}
+        rows.append(sft_rows(1)[0].model_copy(update=update))
+    closed, opened = make_examples(tokenizer, rows)
+    assert opened.row.completion == closed.row.completion
+    assert opened.before_label() == closed.before_label()
+
+
 @pytest.mark.parametrize("labels", [("entailment", "not entailment"), ("dog", "the dog")])
 @pytest.mark.parametrize("name", ["byte-level", "byte-level, newline and letter are one token", "unigram"])
 def test_a_label_is_found_whose_end_is_another_one(name: str, labels: tuple[str, ...]) -> None:

@@ -120,8 +120,8 @@ def tokenize_responses(
 
 def _close_answer(label: str) -> str:
     """Return the text that completes an opened answer: the label and the closing tag."""
-    _, _, closing = render_completion(None, label).partition(label)
-    return label + closing
+    opened = render_completion(None, None)
+    return render_completion(None, label).removeprefix(opened)
 
 
 def locate_labels(tokenizer: Any, rows: Iterable[tuple[SftRow, Row]]) -> list[Example]:
@@ -422,8 +422,8 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
         tokens of a response count as reasoning if it gives no answer.
 
     Raises:
-        ValueError: The labels are not a list, or the label that a response gives begins with the same tokens as a
-            different label.
+        ValueError: The labels are not a list. Or the tokens of the label that a response gives also begin a different
+            label: no token then distinguishes the two, so it is not defined where the label begins.
     """
     where = f"{name} dataset row {example['row']}"
     _check_label_list(example, where)
@@ -437,7 +437,7 @@ def reasoning_columns(example: dict[str, Any], tokenizer: Any, name: str) -> dic
         if label_position is None:  # the response gives no answer
             reasoning_ids = response_ids
         else:
-            reasoning_ids = label_position.ids  # the tokens before the label
+            reasoning_ids = label_position.ids_before
         columns[f"{side}_reasoning"] = len(reasoning_ids)
     return columns
 
@@ -512,6 +512,7 @@ def _count_reasoning(rows: Iterable[dict[str, Any]]) -> ReasoningCounts:
 
 
 def _check_label_list(example: dict[str, Any], where: str) -> None:
+    """Raise ValueError if the labels of a row are not a list: the text "ABCD" would be read as four labels."""
     if not isinstance(example["labels"], list | tuple):
         raise ValueError(f"{where}: labels are {example['labels']!r}, expected a list")
 
