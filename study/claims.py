@@ -72,7 +72,7 @@ def find_common_seeds(first: GroupNumbers, second: GroupNumbers) -> list[int]:
 
 def forced_mark(first: GroupNumbers, second: GroupNumbers) -> str:
     """Return ‡ if so many answers of either method were forced that its numbers also describe the fallback."""
-    return " ‡" if first.sources.forced or second.sources.forced else ""
+    return " ‡" if first.sources.has_too_many_forced or second.sources.has_too_many_forced else ""
 
 
 def judge_comparisons(metrics: Sequence[str], comparisons: Sequence[Versus]) -> list[Verdict]:

@@ -200,7 +200,7 @@ def fit_classifier(states: NDArray[np.float32], gold: NDArray[np.int64]) -> Any:
 def make_label_context(tokenizer: Any, inputs: ProbeInputs, row: Prediction, *, reasoning: bool) -> list[int]:
     """Return the token ids up to the label of a test answer, including the prompt."""
     prompt = prompt_ids(tokenizer, render_messages(inputs.questions[row.question], reasoning=reasoning))
-    return [*prompt, *find_label_position(tokenizer, inputs, row).ids]
+    return [*prompt, *find_label_position(tokenizer, inputs, row).ids_before]
 
 
 def find_label_position(tokenizer: Any, inputs: ProbeInputs, row: Prediction) -> LabelPosition:

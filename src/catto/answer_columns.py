@@ -94,7 +94,7 @@ class ParseCounts:
         return float(getattr(self, kind)) / self.total
 
     @property
-    def forced(self) -> bool:
+    def has_too_many_forced(self) -> bool:
         """Whether more than a fifth of the answers were forced, or more than a fifth are missing.
 
         The numbers then say little about the model.
@@ -114,7 +114,7 @@ class ParseCounts:
     @property
     def warning(self) -> str | None:
         """The warning to print before any number if too many answers were forced or are missing; else None."""
-        if not self.forced:
+        if not self.has_too_many_forced:
             return None
         described = "missing answers" if self.none > self.fallback else "the fallback"
         return f"{self.summary}: the numbers below describe {described}, not the model."

@@ -554,6 +554,8 @@ def write_final(
     if fitted is not None:
         digest = fitted.digest
         shared_count = fitted.count_fit_questions(answer.question for answer in answers)
+    # `fit_threshold` reads these notes. It stores with the threshold how the answers were made, and refuses answers to
+    # questions on which the calibrator was fitted or the stop was chosen.
     notes = {
         "protocol": protocol.model_dump(),
         "calibrator": digest,

@@ -447,7 +447,7 @@ class EvaluationRun:
                 seed=request_seed(self.settings.seed, question, sample),
                 max_tokens=self.settings.max_tokens,
                 stop=STOP_STATED if self.settings.stated else STOP,
-                keep_states=self.asked[question].question.has_labels,
+                keep_states=self.asked[question].question.has_labels,  # from which the labels are scored later
             )
             self.todo.append(request)
         return self.engine.generate(self.todo)

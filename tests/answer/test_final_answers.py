@@ -378,8 +378,9 @@ def test_a_file_of_other_rows_is_told_what_select_reads(
     ("options", "said"),
     [
         (("--rule", "majority vote"), "--rule and --calibrator: for the final answers"),
-        (("--out", "x.jsonl"), "--out: needs --rule and one --k"),
-        (("--out", "x.jsonl", "--rule", "most confident", "--tau", "2"), "--out: needs --rule"),
+        (("--out", "x.jsonl"), "--out: needs --rule"),
+        (("--out", "x.jsonl", "--rule", "most confident", "--k", "4"), "--out: needs one --k, got 2"),
+        (("--out", "x.jsonl", "--rule", "most confident", "--tau", "2"), "--out: cannot be combined with --tau"),
         (("--out", "x.jsonl", "--rule", "most sure"), "--rule: most sure is not one of most confident"),
         (("--stop", "0.5"), "--stop: needs --adaptive"),
     ],

@@ -40,10 +40,10 @@ def test_exchanging_the_token_exchanges_the_label(name: str, form: str) -> None:
     place = locate_label(tokenizer, ids, LETTERS)
     assert place is not None
     assert place.label == "C"
-    assert firsts(place)["C"] == ids[len(place.ids)]
+    assert firsts(place)["C"] == ids[len(place.ids_before)]
     assert tuple(firsts(place)) == LETTERS
     for label, token in firsts(place).items():
-        other = [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]]
+        other = [*ids[: len(place.ids_before)], token, *ids[len(place.ids_before) + 1 :]]
         assert decode_ids(tokenizer, other) == decode_ids(tokenizer, ids).replace("C", label)
 
 
@@ -77,8 +77,8 @@ def test_the_token_found_holds_the_parsers_character(name: str, reasoning: str, 
     assert parsed.span is not None
     assert place is not None
     start = parsed.span[0]
-    assert len(decode_ids(tokenizer, ids[: len(place.ids)]).rstrip("\ufffd")) <= start
-    assert decode_ids(tokenizer, ids[: len(place.ids) + 1])[: start + 1] == text[: start + 1]
+    assert len(decode_ids(tokenizer, ids[: len(place.ids_before)]).rstrip("\ufffd")) <= start
+    assert decode_ids(tokenizer, ids[: len(place.ids_before) + 1])[: start + 1] == text[: start + 1]
 
 
 def test_a_character_of_several_tokens_belongs_to_the_one_that_completes_it() -> None:
@@ -134,7 +134,7 @@ def test_generated_tokens_are_never_tokenised_again() -> None:
     assert ids != encode(tokenizer, "<answer>A</answer>")
     place = locate_label(tokenizer, ids, LETTERS)
     assert place is not None
-    assert ids[len(place.ids)] == tokenizer.convert_tokens_to_ids("A")
+    assert ids[len(place.ids_before)] == tokenizer.convert_tokens_to_ids("A")
     assert tokenizer.convert_ids_to_tokens(list(firsts(place).values())) == list("ABCD")
 
 
@@ -181,7 +181,7 @@ def test_the_opening_and_a_rendered_row_agree(name: str, labels: tuple[str, ...]
     for label in labels:
         ids = encode(tokenizer, "a" + render_completion("the cat sat", label))
         index, candidates = find_label_token(tokenizer, ids, labels)
-        assert tuple(ids[index - len(start.ids) : index]) == start.ids
+        assert tuple(ids[index - len(start.ids_before) : index]) == start.ids_before
         assert candidates == tuple(firsts(start).values())
 
 

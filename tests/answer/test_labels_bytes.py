@@ -238,10 +238,10 @@ def test_an_answer_without_tags_is_found_in_the_tokens(name: str) -> None:
         place = locate_label(tokenizer, ids, tuple("ABCD"))
         assert place is not None
         assert (place.label, place.source) == ("B", "plain")
-        assert ids[len(place.ids)] == firsts(place)["B"]
+        assert ids[len(place.ids_before)] == firsts(place)["B"]
         assert tuple(firsts(place)) == tuple("ABCD")
         for label, token in firsts(place).items():
-            other = decode_ids(tokenizer, [*ids[: len(place.ids)], token, *ids[len(place.ids) + 1 :]])
+            other = decode_ids(tokenizer, [*ids[: len(place.ids_before)], token, *ids[len(place.ids_before) + 1 :]])
             assert other == decode_ids(tokenizer, ids).removesuffix("B") + label
 
 

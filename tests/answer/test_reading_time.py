@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from catto.answer.forms import flatten_text
+from catto.answer.forms import fold_text
 from catto.answer.response import parse_response
 
 LETTERS = ("A", "B", "C", "D")
@@ -80,7 +80,7 @@ def test_lines_that_all_differ_are_read_in_linear_time() -> None:
 
 def test_marks_in_a_row_are_bounded() -> None:
     """Unicode's stream-safe format allows 30 of them; the rest is dropped before anything normalises the text."""
-    flat, places = flatten_text("x" + "\u0301\uff9e" * 2_000 + "y")
+    flat, places = fold_text("x" + "\u0301\uff9e" * 2_000 + "y")
     assert len(flat) == len(places) == 32
     assert (flat[0], flat[-1]) == ("x", "y")
 

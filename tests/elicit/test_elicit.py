@@ -186,7 +186,7 @@ def test_a_summary_of_kinds_is_that_of_the_metrics() -> None:
 
 def test_many_missing_answers_are_said_before_any_number() -> None:
     counts = ParseCounts.of(["plain"] * 3 + ["none"] * 17)
-    assert counts.forced
+    assert counts.has_too_many_forced
     warning = "17 of 20 responses have no answer: the numbers below describe missing answers, not the model."
     assert counts.warning == warning
     assert "no answer 85.0 %" in counts.describe()

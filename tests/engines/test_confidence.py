@@ -94,9 +94,9 @@ def test_parsed_and_constrained_agree_where_the_answer_parses_in_our_form() -> N
         ids = recording.ids[one.question, one.sample][:-3]
         closed = close_token_ids(tokenizer(), ids, LETTERS)
         assert closed is not None
-        if list(closed.ids) != ids:
+        if list(closed.ids_before) != ids:
             continue  # the response wrote its white space another way
-        expected = dense_logits(asked[one.question], list(closed.ids)).log_softmax(-1)
+        expected = dense_logits(asked[one.question], list(closed.ids_before)).log_softmax(-1)
         assert one.label_logprobs == pytest.approx(
             {x: float(expected[path[0]]) for x, path in closed.paths.items()}, abs=1e-5
         )
@@ -154,12 +154,12 @@ def test_closing_gives_the_canonical_form() -> None:
 
 def test_closed_tokens_fit_the_room() -> None:
     ids = encode("<think>\n" + " the" * 50)
-    needed = len(encode_opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids)
+    needed = len(encode_opening(tokenizer(), "\n</think>\n<answer>\n", LETTERS).ids_before)
     closed = close_token_ids(tokenizer(), ids, LETTERS, room=20)
     assert closed is not None
-    assert len(closed.ids) == 20
-    assert decode_ids(tokenizer(), closed.ids).endswith(" the\n</think>\n<answer>\n")
-    assert list(closed.ids[: 20 - needed]) == ids[: 20 - needed]
+    assert len(closed.ids_before) == 20
+    assert decode_ids(tokenizer(), closed.ids_before).endswith(" the\n</think>\n<answer>\n")
+    assert list(closed.ids_before[: 20 - needed]) == ids[: 20 - needed]
     assert close_token_ids(tokenizer(), ids, LETTERS, room=1) is None
 
 

@@ -106,7 +106,7 @@ def test_a_begun_answer_is_continued_as_transformers_continues_it(url: str) -> N
     path = encode_opening(local.tokenizer, begun, LABELS)
     tokens = tuple(tokens[0] for tokens in path.paths.values())
     chats = [render_messages(question, reasoning=False) for question in QUESTIONS]
-    here = local.score([Context(messages=chat, prefix=path.ids, candidates=tokens) for chat in chats])
+    here = local.score([Context(messages=chat, prefix=path.ids_before, candidates=tokens) for chat in chats])
     remote = engine(url)
     remote.probe()
     ends = [(*chat, Message(role="assistant", content=begun)) for chat in chats]

@@ -150,7 +150,7 @@ def close_response(text: str, labels: Sequence[str] = ()) -> ClosedText:
 
 
 def _find_torn_tag(text: str) -> int:
-    """Return the index of an incomplete tag at the end of a text; the length of the text if there is none."""
+    """Return the index of a torn tag such as "</thi" at the end of a text; the length of the text if there is none."""
     bracket = text.rfind("<")
     if bracket >= 0:
         torn = text[bracket:].lower()
@@ -207,7 +207,7 @@ def _close_all_ids(tokenizer: Any, ids: list[int], labels: tuple[str, ...]) -> L
         # The tokens cannot be cut there, or these characters change how the labels are encoded. Encode all kept text.
         opening = encode_opening(tokenizer, closed.ending, labels)
         kept_ids = encode_continuation(tokenizer, text[: closed.kept])
-    return opening._replace(ids=(*kept_ids, *opening.ids))
+    return opening._replace(ids_before=(*kept_ids, *opening.ids_before))
 
 
 # Answers from token ids
@@ -260,7 +260,7 @@ def _read_scored(question: LabelledQuestion, position: LabelPosition, scores: Ma
     for label, path in position.paths.items():
         token_logprobs = []
         for length, token in enumerate(path):
-            prefix = position.ids + path[:length]
+            prefix = position.ids_before + path[:length]
             token_logprobs.append(logprobs_after[prefix][token])
         logprobs[label] = sum(token_logprobs)
     answered = position.label
@@ -405,7 +405,8 @@ def read_replies(
 ) -> Iterator[AnsweredCase | Refusal]:
     """Read the answer of every reply as it arrives. Request a continuation of incomplete ones, if possible.
 
-    A continuation request is put at the front of `todo`, so that its outcome is one of the next.
+    A continuation is one more token after the reply or after a part of it, from which missing log-probabilities of
+    labels are read. Its request is put at the front of `todo`, so that few replies wait for theirs at the same time.
 
     Args:
         engine: The server.

@@ -1,10 +1,11 @@
 r"""Read the label that a short text gives, by a closed list of written forms.
 
-The whole text must match one of the forms; otherwise it gives no label. Formatting is removed from the outside in:
-markdown, quotes, brackets, `\boxed{}`, a final full stop. So are at most two leads, such as "The correct answer is" and
-"option". What is left must be a label, a label with its own option's text, or a label that "is correct". The text is
-never searched for a label, so one with a second label, a negation or an extra word matches no form.
-docs/conventions.md lists the forms.
+A form is one of the accepted ways to write an answer, such as "(B)", "The answer is B." or "B: the dog". The whole text
+must match one; otherwise it gives no label. First the text is folded: upper and lower case, variants of a character and
+kinds of white space are made equal. Then formatting is removed from the outside in: markdown, quotes, brackets,
+`\boxed{}`, a final full stop. So are at most two leads, such as "The correct answer is" and "option". What is left must
+be a label, a label with its own option's text, or a label that "is correct". The text is never searched for a label, so
+one with a second label, a negation or an extra word matches no form. docs/conventions.md lists the forms.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Choices(NamedTuple):
     Attributes:
         labels: Folded label -> the labels that fold to it.
         texts: Label -> its option text, folded and without formatting.
-        max_length: Maximum length of a text that can match a form.
+        max_length: Maximum number of characters, before folding, of a text that is compared with the forms. A longer
+            one gives no label.
     """
 
     labels: dict[str, tuple[str, ...]]
@@ -97,41 +99,59 @@ class Choices(NamedTuple):
 
 
 def fold_choices(labels: Sequence[str], option_texts: Sequence[str] | None = None) -> Choices:
-    """Fold the labels and option texts of a question for comparison, as `flatten_text` folds a response.
+    """Fold the labels and option texts of a question, so that parts of a folded response can be compared with them.
+
+    A label keeps its own formatting, such as the brackets of "(A)": each time before a layer of formatting is removed
+    from a response, what is left is compared with the labels. Option texts lose their formatting here, because they are
+    compared with parts of a response from which all formatting has been removed.
 
     Args:
         labels: The question's labels.
         option_texts: The options' texts in the order of `labels`; None if they are unknown.
 
     Returns:
-        The folded labels and texts, and the maximum length of a text that can match a form.
+        The folded labels and texts, and the maximum length of a text that is compared with the forms, which are the
+        accepted ways to write an answer.
 
     Raises:
         ValueError: The number of option texts differs from the number of labels.
     """
     labels_by_folded: dict[str, tuple[str, ...]] = {}
     for label in labels:
-        flat, _ = flatten_text(label)
-        folded = compose_marks(flat.strip())
+        folded = compose_marks(fold_text(label).text.strip())
         # Labels that differ only in case have the same folded text.
         labels_by_folded[folded] = (*labels_by_folded.get(folded, ()), label)
     texts: dict[str, str] = {}
     longest = max(map(len, labels), default=0)  # length of the longest label or option text
     if option_texts:
         for label, option_text in zip(labels, option_texts, strict=True):
-            flat, _ = flatten_text(option_text)
-            texts[label] = strip_formatting(flat)
+            texts[label] = strip_formatting(fold_text(option_text).text)
             longest = max(longest, len(option_text))
-    longest_form = 2 * longest  # a label followed by its option's text
+    # The longest form is a label followed by its option's text. As for a response, characters are counted before they
+    # are folded. `MAX_FORMATTING_AND_LEADS` leaves room for a response that writes the same text with more characters.
+    longest_form = 2 * longest
     return Choices(labels_by_folded, texts, MAX_FORMATTING_AND_LEADS + longest_form)
 
 
-def flatten_text(text: str) -> tuple[str, Sequence[int]]:
+class FoldedText(NamedTuple):
+    """A text that was folded by `fold_text`.
+
+    Attributes:
+        text: The folded text.
+        origins: For each of its characters, the index of the original character from which it comes.
+    """
+
+    text: str
+    origins: Sequence[int]
+
+
+def fold_text(text: str) -> FoldedText:
     r"""Fold a text for comparison, and record which character of the text each folded character comes from.
 
     Characters are NFKC-normalised and case-folded, invisible ones are removed, and white space is collapsed.
     Superscripts and subscripts are kept: "1²" is not 12. At most `MAX_MARKS` combining marks in a row are kept. They
-    stay separate from their letters, so apply `compose_marks` before comparing texts. This takes linear time.
+    stay separate from their letters, so that every character has one origin. Apply `compose_marks` before comparing
+    texts. This takes linear time.
 
     Args:
         text: A text of any length.
@@ -140,18 +160,18 @@ def flatten_text(text: str) -> tuple[str, Sequence[int]]:
         The folded text, and for each of its characters the index of the original character.
 
     Example:
-        >>> flatten_text("Ｂ \n (ok)")
-        ('b (ok)', [0, 1, 4, 5, 6, 7])
+        >>> fold_text("Ｂ \n (ok)")
+        FoldedText(text='b (ok)', origins=[0, 1, 4, 5, 6, 7])
     """
     needs_only_lower_case = text.isascii() and text.isprintable() and "  " not in text
     if needs_only_lower_case:  # a faster path, which most texts take
-        return text.lower(), range(len(text))
-    flat: list[str] = []
+        return FoldedText(text.lower(), range(len(text)))
+    characters: list[str] = []
     origins: list[int] = []
     marks_in_a_row = 0
     for origin, character in enumerate(text):
         for folded in _fold_character(character):
-            repeats_space = folded == " " and flat[-1:] == [" "]
+            repeats_space = folded == " " and characters[-1:] == [" "]
             if repeats_space:
                 continue
             if unicodedata.combining(folded):
@@ -159,9 +179,9 @@ def flatten_text(text: str) -> tuple[str, Sequence[int]]:
             else:
                 marks_in_a_row = 0
             if marks_in_a_row <= MAX_MARKS:
-                flat.append(folded)
+                characters.append(folded)
                 origins.append(origin)
-    return "".join(flat), origins
+    return FoldedText("".join(characters), origins)
 
 
 def _fold_character(character: str) -> Iterator[str]:
@@ -181,9 +201,9 @@ def _fold_character(character: str) -> Iterator[str]:
             yield folded
 
 
-def compose_marks(flat: str) -> str:
-    """Join combining marks with their letters, in linear time: `flatten_text` limits the marks in a row."""
-    return unicodedata.normalize("NFC", flat)
+def compose_marks(folded: str) -> str:
+    """Join combining marks with their letters, in linear time: `fold_text` limits the marks in a row."""
+    return unicodedata.normalize("NFC", folded)
 
 
 def read_form(text: str, zone: Span, choices: Choices) -> LabelReading | None:
@@ -234,8 +254,8 @@ def is_lead(text: str) -> bool:
         >>> is_lead("**Final answer:**"), is_lead("Wrong answers:")
         (True, False)
     """
-    flat, _ = flatten_text(text[:MAX_FORMATTING_AND_LEADS])
-    bare = strip_formatting(flat)
+    folded = fold_text(text[:MAX_FORMATTING_AND_LEADS])
+    bare = strip_formatting(folded.text)
     lead = LEAD.match(bare)
     if lead is None:
         return False
@@ -259,37 +279,37 @@ def find_claims(text: str, choices: Choices) -> set[str]:
         >>> find_claims("One may think that the answer is A, but dogs bark.", fold_choices(("A", "B")))
         {'A'}
     """
-    flat, origins = flatten_text(text)
-    label_lengths = {len(folded) for folded in choices.labels}
+    folded, origins = fold_text(text)
+    label_lengths = {len(label) for label in choices.labels}
     possible_spans: list[Span] = []  # where a label would be, next to a claim
-    for claim in CLAIM_BEFORE_LABEL.finditer(flat):
+    for claim in CLAIM_BEFORE_LABEL.finditer(folded):
         possible_spans += [(claim.end(), claim.end() + length) for length in label_lengths]
-    for claim in CLAIM_AFTER_LABEL.finditer(flat):
+    for claim in CLAIM_AFTER_LABEL.finditer(folded):
         possible_spans += [(claim.start() - length, claim.start()) for length in label_lengths]
     claimed: set[str] = set()
     for start, end in possible_spans:
-        is_part_of_word = continues_word(flat, start - 1) or continues_word(flat, end)
+        is_part_of_word = continues_word(folded, start - 1) or continues_word(folded, end)
         if start < 0 or is_part_of_word:
             continue
-        for label in choices.labels.get(compose_marks(flat[start:end]), ()):
+        for label in choices.labels.get(compose_marks(folded[start:end]), ()):
             is_in_own_case = text[origins[start]] == label
             if len(label) > 1 or is_in_own_case:  # "The answer is a place" does not name label A
                 claimed.add(label)
     return claimed
 
 
-def continues_word(flat: str, index: int) -> bool:
+def continues_word(folded: str, index: int) -> bool:
     """Whether the character at an index can belong to the word next to it; False beyond the ends of the text."""
-    if not 0 <= index < len(flat):
+    if not 0 <= index < len(folded):
         return False
-    return flat[index].isalnum() or flat[index] == "_"
+    return folded[index].isalnum() or folded[index] == "_"
 
 
 class BareText(NamedTuple):
     """What is left of a text without its formatting and leads.
 
     Attributes:
-        span: Start and end of what is left, in the flat text.
+        span: Start and end of what is left, in the folded text.
         reading: The label, if nothing else is left.
         states_answer: Whether the removed parts call the label the answer.
         has_lead: Whether a lead was removed.
@@ -306,8 +326,8 @@ class BareText(NamedTuple):
 class FormReader:
     """Reads the label of one text by removing layers from the outside in.
 
-    In all methods, i and j are the start and end of a part of the flat text. A text longer than `choices.max_length`
-    matches no form, so it is read as an empty text.
+    In all methods, i and j are the start and end of a part of the folded text. A text that is longer than
+    `choices.max_length` matches no form, so it is read as an empty text.
 
     Args:
         text: A response.
@@ -323,11 +343,11 @@ class FormReader:
         content = ""
         if end - start <= choices.max_length:
             content = text[start:end]
-        self.flat, self.origins = flatten_text(content)
+        self.folded, self.origins = fold_text(content)
 
     def read(self) -> LabelReading | None:
         """Read the whole text."""
-        return self.read_between(0, len(self.flat))
+        return self.read_between(0, len(self.folded))
 
     def read_between(self, i: int, j: int, *, inside_group: bool = False) -> LabelReading | None:
         """Remove formatting and leads such as "The answer is", and read the label that is left.
@@ -371,16 +391,16 @@ class FormReader:
             reading = self.read_label(i, j)
             if reading is not None:
                 break
-            inner = remove_layer(self.flat, i, j)
+            inner = remove_layer(self.folded, i, j)
             if inner is not None:
                 i, j = inner
                 continue
-            is_correct = CORRECT_AT_END.search(self.flat, max(i, j - MAX_CORRECT), j)
+            is_correct = CORRECT_AT_END.search(self.folded, max(i, j - MAX_CORRECT), j)
             if is_correct is not None:
                 states_answer = True
                 j = is_correct.start()
                 continue
-            lead = LEAD.match(self.flat, i, j)
+            lead = LEAD.match(self.folded, i, j)
             if lead is None or leads == MAX_LEADS:
                 break
             leads += 1
@@ -390,14 +410,13 @@ class FormReader:
         return BareText((i, j), reading, states_answer, has_lead=leads > 0, has_colon=has_colon)
 
     def read_label(self, i: int, j: int) -> LabelReading | None:
-        """Read the label that is the whole of flat[i:j]; None if there is none.
+        """Read the label that is the whole of folded[i:j]; None if there is none.
 
         Case is ignored, unless the question has labels that differ only in case.
         """
         if i >= j:
             return None
-        folded = compose_marks(self.flat[i:j])
-        labels = self.choices.labels.get(folded, ())
+        labels = self.choices.labels.get(compose_marks(self.folded[i:j]), ())
         if not labels:
             return None
         start = self.offset + self.origins[i]
@@ -411,7 +430,7 @@ class FormReader:
 
     def read_after_article(self, i: int, j: int) -> LabelReading | None:
         """Read a label after an article, such as "an entailment"; None if the label is a single character."""
-        article = ARTICLE.match(self.flat, i, j)
+        article = ARTICLE.match(self.folded, i, j)
         if article is None:
             return None
         reading = self.read_label(article.end(), j)
@@ -435,7 +454,7 @@ class FormReader:
         label_at_end = self.read_last_label(i, j)
         if label_at_end is not None:
             return label_at_end
-        group = find_group(self.flat, i, j) if may_be_grouped else None
+        group = find_group(self.folded, i, j) if may_be_grouped else None
         if group is None:
             reading, end = self.read_first_label(i, j)
         else:
@@ -443,13 +462,13 @@ class FormReader:
             end = group.end
         if reading is None:
             return None
-        is_label_with_bracket = group is None and self.flat[end:j] == ")"
+        is_label_with_bracket = group is None and self.folded[end:j] == ")"
         if is_label_with_bracket or self.is_followed_by_own_text(reading.label, end, j, is_grouped=group is not None):
             return reading
         return None
 
     def is_followed_by_own_text(self, label: str, i: int, j: int, *, is_grouped: bool) -> bool:
-        """Whether flat[i:j] is a separator and then the option text of the label before it.
+        """Whether folded[i:j] is a separator and then the option text of the label before it.
 
         Args:
             label: The label, which ends at i.
@@ -458,16 +477,16 @@ class FormReader:
             is_grouped: Whether the label is enclosed in marks of its own, which need no separator after them.
         """
         text_start = i
-        separator = SET_APART.match(self.flat, i, j)
+        separator = SET_APART.match(self.folded, i, j)
         if separator is not None:
             text_start = separator.end()
         is_set_apart = separator is not None or is_grouped
-        dash = DASH_OR_BRACKET.match(self.flat, text_start, j)
+        dash = DASH_OR_BRACKET.match(self.folded, text_start, j)
         if dash is not None:
             text_start = dash.end()
         elif not is_set_apart:
             return False
-        option_text = strip_formatting(self.flat[text_start:j])
+        option_text = strip_formatting(self.folded[text_start:j])
         # "A - B" may name two labels, even if B is the text of option A. "A) B" names one.
         labels = self.choices.labels.get(option_text, ())
         is_other_label = bool(labels) and label not in labels
@@ -476,29 +495,29 @@ class FormReader:
         return self.is_own_text(label, option_text)
 
     def read_first_label(self, i: int, j: int) -> tuple[LabelReading | None, int]:
-        """Read the longest label that flat[i:j] begins with, if something follows it.
+        """Read the longest label that folded[i:j] begins with, if something follows it.
 
         Returns:
             The label and the index of its end; None and i if there is none.
         """
-        lengths = {len(folded) for folded in self.choices.labels}
+        lengths = {len(label) for label in self.choices.labels}
         for length in sorted(lengths, reverse=True):
             end = i + length
-            if end < j and not continues_word(self.flat, end):
+            if end < j and not continues_word(self.folded, end):
                 reading = self.read_label(i, end)
                 if reading is not None:
                     return reading, end
         return None, i
 
     def read_last_label(self, i: int, j: int) -> LabelReading | None:
-        """Read the label in parentheses at the end of flat[i:j]; None unless its option's text precedes it."""
-        bracket = self.flat.rfind(" (", i, j)
-        if bracket < 0 or self.flat[j - 1] != ")":
+        """Read the label in parentheses at the end of folded[i:j]; None unless its option's text precedes it."""
+        bracket = self.folded.rfind(" (", i, j)
+        if bracket < 0 or self.folded[j - 1] != ")":
             return None
         reading = self.read_label(bracket + 2, j - 1)
         if reading is None:
             return None
-        option_text = strip_formatting(self.flat[i:bracket])
+        option_text = strip_formatting(self.folded[i:bracket])
         if option_text in self.choices.labels or not self.is_own_text(reading.label, option_text):
             return None
         return reading
@@ -515,42 +534,42 @@ class FormReader:
         return ARTICLE.sub("", text, count=1) == ARTICLE.sub("", own_text, count=1)
 
 
-def strip_formatting(flat: str) -> str:
-    """Remove all formatting around a flat text. A text that is nothing but formatting keeps the innermost layer.
+def strip_formatting(folded: str) -> str:
+    """Remove all formatting around a folded text. A text that is nothing but formatting keeps the innermost layer.
 
     Example:
         >>> strip_formatting('**"the dog".**')
         'the dog'
     """
     i = 0
-    j = len(flat)
+    j = len(folded)
     for _ in range(MAX_LAYERS):
-        inner = remove_layer(flat, i, j)
+        inner = remove_layer(folded, i, j)
         if inner is None or inner[0] >= inner[1]:
             break
         i, j = inner
-    return compose_marks(flat[i:j])
+    return compose_marks(folded[i:j])
 
 
-def remove_layer(flat: str, i: int, j: int) -> Span | None:
-    """Return the bounds of flat[i:j] without its outermost layer of formatting; None if it has no formatting.
+def remove_layer(folded: str, i: int, j: int) -> Span | None:
+    """Return the bounds of folded[i:j] without its outermost layer of formatting; None if it has no formatting.
 
     A layer is a space at either end, a final punctuation mark, a pair of marks around the whole text, or the mark of a
     list item, heading or quotation at its beginning.
     """
     if i >= j:
         return None
-    if flat[i] == " ":
+    if folded[i] == " ":
         return i + 1, j
-    if flat[j - 1] == " ":
+    if folded[j - 1] == " ":
         return i, j - 1
-    final = FINAL_MARK.search(flat, max(i, j - 1), j)
+    final = FINAL_MARK.search(folded, max(i, j - 1), j)
     if final is not None:
         return i, final.start()
-    group = find_group(flat, i, j)
+    group = find_group(folded, i, j)
     if group is not None and group.end == j:  # it encloses the whole text
         return group.inside
-    marker = LINE_MARKER.match(flat, i, j)
+    marker = LINE_MARKER.match(folded, i, j)
     if marker is None:
         return None
     return marker.end(), j
@@ -568,8 +587,8 @@ class Group(NamedTuple):
     end: int
 
 
-def find_group(flat: str, i: int, j: int) -> Group | None:
-    """Find the group that opens at index i of flat[i:j]: markdown, quotes, brackets or a LaTeX command.
+def find_group(folded: str, i: int, j: int) -> Group | None:
+    """Find the group that opens at index i of folded[i:j]: markdown, quotes, brackets or a LaTeX command.
 
     Brackets of the same kind inside the group are skipped, up to `MAX_LAYERS`.
 
@@ -577,29 +596,29 @@ def find_group(flat: str, i: int, j: int) -> Group | None:
         The group; None if no mark opens at i, or its closing mark is missing.
     """
     for opening, closing in PAIRS:
-        if flat.startswith(opening, i, j):
+        if folded.startswith(opening, i, j):
             start = i + len(opening)
-            end = _find_closing_mark(flat, start, j, opening=opening, closing=closing)
+            end = _find_closing_mark(folded, start, j, opening=opening, closing=closing)
             if end >= 0:
                 return Group((start, end), end + len(closing))
             # Without an end, a shorter mark may still open here: "***" also begins with "**" and "*".
     return None
 
 
-def _find_closing_mark(flat: str, start: int, stop: int, *, opening: str, closing: str) -> int:
+def _find_closing_mark(folded: str, start: int, stop: int, *, opening: str, closing: str) -> int:
     """Return the index of the mark that closes a group whose content begins at `start`; -1 if there is none."""
     # Any opening brace needs its own "}", also inside "\boxed{".
     inner_opening = "{" if closing == "}" else opening
     can_nest = inner_opening != closing
-    end = flat.find(closing, start, stop)
+    end = folded.find(closing, start, stop)
     if not can_nest:
         return end
     for _ in range(MAX_LAYERS):
         if end < 0:
             break
         # The mark at `end` closes an inner group if more groups were opened than closed before it.
-        closes_inner = flat.count(inner_opening, start, end) > flat.count(closing, start, end)
+        closes_inner = folded.count(inner_opening, start, end) > folded.count(closing, start, end)
         if not closes_inner:
             break
-        end = flat.find(closing, end + 1, stop)
+        end = folded.find(closing, end + 1, stop)
     return end

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from catto.answer.forms import LEAD, flatten_text, strip_formatting
+from catto.answer.forms import LEAD, fold_text, strip_formatting
 from catto.records import Grade
 
 # Version of these rules: raise it with every change after which some answer is graded differently.
@@ -55,17 +55,17 @@ def normalize_answer(text: str) -> str:
         >>> normalize_answer("-5"), normalize_answer("C++"), normalize_answer("Beyoncé")
         ('-5', 'c++', 'beyonce')
     """
-    flat, _ = flatten_text(text)
-    bare = _remove_leads(strip_formatting(flat))
-    folded = bare
+    folded = fold_text(text).text
+    bare = _remove_leads(strip_formatting(folded))
+    normalised = bare
     article = ARTICLE.match(bare)
     if article is not None:
-        folded = bare[article.end() :]  # "The Beatles" equals "Beatles"
-    folded = INITIAL.sub(r"\1", folded)
-    folded = GROUPED_BY_COMMAS.sub(lambda number: number[0].replace(",", ""), folded)  # "1,000" equals "1000"
-    folded = _remove_latin_accents(folded)
-    folded = _fold_punctuation(folded)
-    return folded or bare.strip()  # an answer may consist of punctuation
+        normalised = bare[article.end() :]  # "The Beatles" equals "Beatles"
+    normalised = INITIAL.sub(r"\1", normalised)
+    normalised = GROUPED_BY_COMMAS.sub(lambda number: number[0].replace(",", ""), normalised)  # "1,000" equals "1000"
+    normalised = _remove_latin_accents(normalised)
+    normalised = _replace_punctuation(normalised)
+    return normalised or bare.strip()  # an answer may consist of punctuation
 
 
 def _remove_leads(bare: str) -> str:
@@ -78,24 +78,24 @@ def _remove_leads(bare: str) -> str:
     return bare
 
 
-def _remove_latin_accents(flat: str) -> str:
+def _remove_latin_accents(folded: str) -> str:
     """Remove accents from Latin letters. In other scripts, a mark makes a different letter."""
-    decomposed = unicodedata.normalize("NFD", flat)
+    decomposed = unicodedata.normalize("NFD", folded)
     return unicodedata.normalize("NFC", LATIN_ACCENTS.sub("", decomposed))
 
 
-def _fold_punctuation(flat: str) -> str:
+def _replace_punctuation(folded: str) -> str:
     """Remove punctuation or replace it by spaces, collapse white space, and join `%` to its number."""
     parts = []
-    for index, character in enumerate(flat):
-        before = flat[index - 1 : index]
-        after = flat[index + 1 : index + 2]
-        parts.append(_fold_mark(before, character, after))
-    folded = " ".join("".join(parts).split())
-    return folded.replace(" %", "%")
+    for index, character in enumerate(folded):
+        before = folded[index - 1 : index]
+        after = folded[index + 1 : index + 2]
+        parts.append(_replace_character(before, character, after))
+    words = " ".join("".join(parts).split())
+    return words.replace(" %", "%")
 
 
-def _fold_mark(before: str, character: str, after: str) -> str:
+def _replace_character(before: str, character: str, after: str) -> str:
     """Return what replaces a character in a normalised answer, given its neighbours (empty at the ends).
 
     Letters, digits and symbols are kept. Most punctuation becomes a space, but quotation marks and the dots of
@@ -251,8 +251,8 @@ def read_number(text: str) -> NumberReading | None:
     """
     if len(text) > MAX_NUMBER_TEXT:
         return None
-    flat, _ = flatten_text(_rewrite_notation(text))
-    bare = _remove_leads(strip_formatting(flat))
+    folded = fold_text(_rewrite_notation(text)).text
+    bare = _remove_leads(strip_formatting(folded))
     match = NUMBER.match(bare)
     if match is None:
         return None
@@ -284,7 +284,7 @@ def _compute_value(match: re.Match[str]) -> Fraction | None:
     size = _compute_size(match)
     if size is None:
         return None
-    if match["sign"] and match["late_sign"]:
+    if match["sign"] and match["late_sign"]:  # before and after the currency: "-$-5"
         return None
     sign = match["late_sign"] or match["sign"]
     is_negative = sign is not None and sign != "+"

@@ -431,9 +431,9 @@ def _find_lines(text: str, start: int, end: int) -> list[_Line]:
 def _is_separate_answer(lines: Sequence[_Line], answer_line: int, reading: LabelReading) -> bool:
     """Whether a line is an answer of its own, and not a part of a list, a quotation or the sentence before it.
 
-    It must be the first line, or follow a lead or a complete sentence. A line that states the answer may also follow a
-    line without a full stop, unless that line expects a continuation ("I doubt that"). A list item and a quoted
-    statement are never answers of their own. Nor is "So it is B", where "it" may refer to anything.
+    It must be the first line, or follow a complete sentence or a lead such as "Final answer:". A line that states the
+    answer may also follow a line without a full stop, unless that line expects a continuation ("I doubt that"). A list
+    item and a quoted statement are never answers of their own. Nor is "So it is B", where "it" may refer to anything.
 
     Args:
         lines: The lines of the response that contain words.

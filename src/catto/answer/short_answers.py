@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from catto.answer.forms import LEAD, flatten_text
+from catto.answer.forms import LEAD, fold_text
 from catto.answer.grading import find_answer_key, grade_answer
 from catto.answer.response import Source, find_answer_tag, find_answer_text, find_body, find_tags, find_turn_end
 from catto.records import Grade, Question
@@ -91,7 +91,7 @@ def _find_plain_answer(turn: str) -> str | None:
     last = lines[-1]
     if last.startswith(HASHES):
         return last.removeprefix(HASHES).strip() or None
-    lead = LEAD.match(flatten_text(last)[0])
+    lead = LEAD.match(fold_text(last).text)
     states_answer = lead is not None and lead["states_answer"] is not None
     if len(lines) == 1 or states_answer:
         return last

@@ -59,13 +59,13 @@ class LabelPosition(NamedTuple):
     label (" A", ">A", "A."). A label without a token in that form has no path; the written label always has one.
 
     Attributes:
-        ids: The tokens of the response before this position.
+        ids_before: The tokens of the response before this position.
         paths: Label -> its tokens from this position on.
         label: The label that was written there; None if the most probable one should be chosen.
         source: How the label was found.
     """
 
-    ids: TokenIds
+    ids_before: TokenIds
     paths: Mapping[str, TokenIds]
     label: str | None = None
     source: AnswerSource = "fallback"
@@ -74,14 +74,14 @@ class LabelPosition(NamedTuple):
     def needed_length(self) -> int:
         """The number of response tokens before the last token of the longest path."""
         longest = max(len(path) for path in self.paths.values())
-        return len(self.ids) + longest - 1
+        return len(self.ids_before) + longest - 1
 
     def list_scoring_points(self) -> list[ScoringPoint]:
         """List the points at which tokens must be scored to compute the probability of every path."""
         candidates_after: dict[TokenIds, list[int]] = {}
         for path in self.paths.values():
             for length, token in enumerate(path):
-                candidates = candidates_after.setdefault(self.ids + path[:length], [])
+                candidates = candidates_after.setdefault(self.ids_before + path[:length], [])
                 if token not in candidates:
                     candidates.append(token)
         return [ScoringPoint(prefix, tuple(candidates)) for prefix, candidates in candidates_after.items()]
@@ -153,7 +153,7 @@ def locate_label(
     )
     branches = _find_branches(tokenizer, tuple(labels), parsed.label, own_path, form)
     return LabelPosition(
-        ids=(*ids[: tokens.first], *branches.shared),
+        ids_before=(*ids[: tokens.first], *branches.shared),
         paths=branches.paths,
         label=parsed.label,
         source=parsed.source,
@@ -192,7 +192,8 @@ def find_label_token(tokenizer: Any, ids: Sequence[int], labels: Sequence[str]) 
             f"labels {first!r} and {second!r} begin with the same token in {_name(tokenizer)}: evaluation reads "
             f"further tokens, but training reads one token"
         )
-    return LabelToken(token_index=len(position.ids), candidates=tuple(position.paths[label][0] for label in labels))
+    candidates = tuple(position.paths[label][0] for label in labels)
+    return LabelToken(token_index=len(position.ids_before), candidates=candidates)
 
 
 @lru_cache(maxsize=1024)
@@ -226,7 +227,7 @@ def encode_opening(tokenizer: Any, text: str, labels: tuple[str, ...]) -> LabelP
     for label in labels:
         if ids_before[label] != ids_before[first]:
             raise ValueError(f"labels {first!r} and {label!r} begin at different tokens in {_name(tokenizer)}")
-    return LabelPosition(ids=ids_before[first] + branches.shared, paths=branches.paths)
+    return LabelPosition(ids_before=ids_before[first] + branches.shared, paths=branches.paths)
 
 
 def check_labels(tokenizer: Any, labels: Sequence[str]) -> None:

@@ -301,7 +301,15 @@ def _print_kinds(path: Path, kinds: list[ConfidenceKind]) -> None:
 
 
 def _print_calibrated(folder: Path, predictions: Path) -> None:
-    """If the model's folder contains a calibrator, apply it and print the results again."""
+    """If the model's folder contains a calibrator, apply it to the predictions, and print the results again.
+
+    The calibrated predictions are written to `calibrated.jsonl` in the folder of the predictions. A calibrator for
+    final answers, or for a different kind of confidence, is not applied; a sentence says why.
+
+    Args:
+        folder: The folder of the model. It does not exist if the model is on the Hugging Face hub.
+        predictions: The file of predictions.
+    """
     from catto.calibrate import apply_file
     from catto.formats.columns import ColumnNames
     from catto.model_calibration import CALIBRATOR_FILE, has_calibrator, load_calibrator
@@ -311,7 +319,7 @@ def _print_calibrated(folder: Path, predictions: Path) -> None:
     calibration = load_calibrator(folder)
     fitted = calibration.fitted
     calibrator_file = folder / CALIBRATOR_FILE
-    is_for_final_answers = fitted.protocol is not None
+    is_for_final_answers = fitted.protocol is not None  # a protocol says how they were chosen among samples
     if is_for_final_answers:
         say(f"{calibrator_file} is for final answers; apply it with catto select --calibrator {calibrator_file}.")
         return
@@ -326,8 +334,9 @@ def _print_calibrated(folder: Path, predictions: Path) -> None:
     say(f"With the calibrator of {folder}:")
     measure_and_print(out)
     warn_of_fit_questions(fitted, answers, predictions)
-    if calibration.threshold is not None:
-        is_answered = calibrated >= calibration.threshold.threshold
+    risk_threshold = calibration.threshold
+    if risk_threshold is not None:
+        is_answered = calibrated >= risk_threshold.threshold
         say(f"{is_answered.sum():,} of {len(is_answered):,} answers reach the threshold of the model.")
 
 

@@ -283,7 +283,7 @@ def _compare_answers(answers: GradedAnswers, other: GradedAnswers, settings: Mea
         compared = compare_runs([answers.by_question], [other.by_question], settings, tick=tick)
     has_many_forced = False
     for file_answers in (answers, other):
-        if file_answers.sources is not None and file_answers.sources.forced:
+        if file_answers.sources is not None and file_answers.sources.has_too_many_forced:
             has_many_forced = True
     return correct_p_values(compared, judge=not has_many_forced)
 

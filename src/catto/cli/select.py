@@ -96,8 +96,8 @@ def select(
     from catto.metrics import selection, temperature
     from catto.predict import read_refused_requests
 
-    sizes = [*k, *(more or ())]  # of `--k 4 8`, typer passes 4 as the option and 8 as an argument
-    _check_final_options(file, out, sizes, rule=rule, calibrator=calibrator, has_tau=bool(tau or fit_tau))
+    k_values = [*k, *(more or ())]  # of `--k 4 8`, typer passes 4 as the option and 8 as an argument
+    _check_final_options(file, out, k_values, rule=rule, calibrator=calibrator, has_tau=bool(tau or fit_tau))
     if stop is not None and not adaptive:
         refuse("--stop: needs --adaptive")
     if tau is not None and fit_tau is not None:
@@ -114,14 +114,14 @@ def select(
             tau = _fit_temperature(fit_tau)
         candidates = selection.gather_candidates(predictions, tau)
         rule_results: list[Selected] = []
-        for size in sizes:
-            rule_results += selection.measure_rules(candidates, size, seed=seed)
+        for k_value in k_values:
+            rule_results += selection.measure_rules(candidates, k_value, seed=seed)
         savings: list[dict[str, Any]] = []
         if adaptive:
             ranked = predictions if tau is None else temperature.rescale_predictions(predictions, tau)
-            savings = _measure_adaptive(ranked, sizes, stop)
+            savings = _measure_adaptive(ranked, k_values, stop)
         if out is not None and rule is not None:
-            final = FinalOptions(rule=rule, k=sizes[0], adaptive=adaptive, stop=stop)
+            final = FinalOptions(rule=rule, k=k_values[0], adaptive=adaptive, stop=stop)
             written = _write_final_answers(out, predictions, final, calibrator)
     within = selection.within_questions(candidates, seed=seed)
     counts = ParseCounts.of(prediction.source for prediction in predictions)
@@ -160,16 +160,16 @@ class FinalOptions:
 
 
 def _check_final_options(
-    file: Path, out: Path | None, sizes: Sequence[int], *, rule: str | None, calibrator: Path | None, has_tau: bool
+    file: Path, out: Path | None, k_values: Sequence[int], *, rule: str | None, calibrator: Path | None, has_tau: bool
 ) -> None:
-    """Refuse combinations of options for the final answers that do not make sense.
+    """Refuse options of --out that are missing, that contradict each other, or that are given without --out.
 
     Args:
-        file: The file of samples.
-        out: The value of --out.
-        sizes: The values of --k.
-        rule: The value of --rule.
-        calibrator: The value of --calibrator.
+        file: The file of samples, which must not be overwritten.
+        out: The value of --out; None if no final answers are written.
+        k_values: The values of --k. Several can be compared with each other, but final answers need a single one.
+        rule: The value of --rule; None if it is not given.
+        calibrator: The value of --calibrator; None if it is not given.
         has_tau: Whether --tau or --fit-tau is given.
     """
     from catto.metrics.selection import RULES
@@ -178,8 +178,14 @@ def _check_final_options(
         if rule is not None or calibrator is not None:
             refuse("--rule and --calibrator: for the final answers of --out, which is missing")
         return
-    if rule is None or len(sizes) > 1 or has_tau:
-        refuse("--out: needs --rule and one --k, and accepts --calibrator instead of --tau and --fit-tau")
+    if rule is None:
+        refuse("--out: needs --rule")
+    if len(k_values) > 1:
+        refuse(f"--out: needs one --k, got {len(k_values)}")
+    if has_tau:
+        # A threshold holds only for answers that were made in the same way. The manifest of the answers therefore names
+        # the calibrator, which may be a temperature, but it has no field for a tau from the command line.
+        refuse("--out: cannot be combined with --tau or --fit-tau; use a temperature as --calibrator")
     console.check_name("--rule", rule, RULES)
     console.require_writable_file("--out", out, ".jsonl", source=file)
 
@@ -260,7 +266,8 @@ def _make_protocol(rows: list[Prediction], final: FinalOptions, fitted_protocol:
     kind = kinds.pop()
     fallback = _find_fallback(rows)
     if fitted_protocol is not None:
-        # A calibrator is refused for a different protocol. Answers of which none was forced fit every fallback.
+        # A calibrator is refused for a different protocol. If no response needed a fallback, either here or where the
+        # calibrator was fitted, the fallbacks do not contradict each other, and the calibrator's is stored.
         fits_calibrator = fallback is None or fitted_protocol.fallback is None
         if fits_calibrator:
             fallback = fitted_protocol.fallback
@@ -304,12 +311,14 @@ def _find_fallback(rows: Sequence[Prediction]) -> Literal["answer", "none"] | No
     return "answer"
 
 
-def _measure_adaptive(predictions: list[Prediction], sizes: Sequence[int], stop: float | None) -> list[dict[str, Any]]:
+def _measure_adaptive(
+    predictions: list[Prediction], k_values: Sequence[int], stop: float | None
+) -> list[dict[str, Any]]:
     """Compare taking all k samples with stopping early, for each rule that can stop early.
 
     Args:
         predictions: The samples, with the confidences that rank them.
-        sizes: The values of k.
+        k_values: The values of k.
         stop: Confidence at which the most confident rule stops; None chooses it on these samples.
 
     Returns:
@@ -319,7 +328,7 @@ def _measure_adaptive(predictions: list[Prediction], sizes: Sequence[int], stop:
     from catto.metrics.selection import VOTES
 
     rows: list[dict[str, Any]] = []
-    for k in sizes:
+    for k in k_values:
         for rule in (MOST_CONFIDENT, *VOTES):
             rule_stop = stop if rule == MOST_CONFIDENT else None  # votes stop when they are settled
             all_samples = FinalOptions(rule=rule, k=k, adaptive=False)

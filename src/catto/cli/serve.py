@@ -268,20 +268,25 @@ def _find_task(task: str) -> ServedTask:
 
 
 def _check_kind(protocol: Protocol, served: ServedTask) -> Protocol:
-    """Return the protocol with a kind of confidence that fits the task; refuse a kind that does not."""
+    """Return the protocol with a kind of confidence that fits the task; refuse a kind that does not.
+
+    For a task without labels, the default kind is P(True): the probability that the model calls its own answer right.
+    """
     kind = protocol.confidence_kind
     if served.labels:
         if kind not in (None, "label"):
             refuse(f"confidence kind {kind}: served for tasks without options only")
         return protocol
     if kind is None:
-        return protocol.model_copy(update={"confidence_kind": "ptrue", "fallback": None})
+        kind = "ptrue"
     if kind == "label":
         refuse("confidence kind label: the task has no options, expected agreement, ptrue or verbal")
-    protocol = protocol.model_copy(update={"fallback": None})  # no answer is forced
-    if kind == "agreement" and protocol.stop is not None and protocol.rule != "majority vote":
+    # The majority vote stops without reading confidences, once further votes cannot change it.
+    reads_confidence_early = protocol.stop is not None and protocol.rule != "majority vote"
+    if kind == "agreement" and reads_confidence_early:
         refuse("--stop: agreement is only known after all samples")
-    return protocol
+    # Only labels can be forced, so there is no fallback.
+    return protocol.model_copy(update={"confidence_kind": kind, "fallback": None})
 
 
 def _read_calibration(calibrator: Path | None, threshold: Path | None) -> ServedCalibration:
@@ -335,10 +340,15 @@ def _choose_protocol(answering: AnsweringOptions, calibration: ServedCalibration
 def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions) -> ServerEngine:
     """Find the model on the upstream server, and test which features the server has.
 
+    The command is refused if the server does not answer or returns no log-probabilities.
+
     Args:
         upstream: Address of the server.
-        model: Name of the model on the server; None means the only one, and refuses a server with several.
+        model: Name of the model on the server. With None, the server must have exactly one model, which is used.
         options: Options of the gateway.
+
+    Returns:
+        The engine that sends requests to the model.
     """
     from catto.engines.server import ServerEngine
 
@@ -348,8 +358,8 @@ def _connect_upstream(upstream: str, model: str | None, options: GatewayOptions)
             model or "",  # `find_model` sets the name
             max_retries=2,  # a client is waiting for the reply
             top_logprobs=20,  # the maximum; `probe` lowers it to what the server accepts
-            timeout=options.deadline,
             deadline=options.deadline,
+            timeout=options.deadline,  # no shorter limit on silence: a server sends nothing until the reply is complete
             concurrency=options.concurrency,
         )
         if model is None:

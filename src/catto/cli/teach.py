@@ -119,6 +119,6 @@ def _estimate_requests(root: Path, stage: Stage, settings: TeacherSettings, *, r
     if is_done(root, questions_stage):
         questions = read_questions(stage_dir(root, questions_stage) / f"{stage.settings.split}.jsonl")
     else:
-        questions, _ = load_split(questions_stage.settings)
+        questions, _counts = load_split(questions_stage.settings)
     # `source=None`: the teacher of the settings would be asked.
     return teacher.dry_run(questions, source=None, settings=settings, out=stored, retry_refused=retry_refused)

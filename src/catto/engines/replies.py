@@ -106,6 +106,8 @@ def count_reasons(refusals: Iterable[Refusal]) -> str:
 def clean_message(text: str, secrets: Iterable[str] = (), prompt: Iterable[str] = ()) -> str:
     """Put a server's message on one line, without secrets and without quotations from the prompt.
 
+    The line may then be printed, logged, returned by the gateway and stored as the reason of a refusal.
+
     Args:
         text: The message.
         secrets: Texts to replace by `[key]`, in this order; empty ones are ignored.
@@ -134,33 +136,53 @@ def _join_spaces(text: str) -> str:
 def _replace_quotations(line: str, prompt: str) -> str:
     """Replace every quotation of at least 20 characters from the prompt by `[prompt]`.
 
-    The result may end early, after at least 300 characters, because no more are shown.
+    Prompts may be confidential, but this line is shown in messages and logs and stored with refusals. Quotations that
+    overlap or follow each other directly are replaced by a single `[prompt]`.
 
-    Searching a prompt of 1 MB takes about 10 ms, so the search skips ahead where possible. It looks at the next 20
-    characters. Every quotation that begins at one of the first 11 of them contains the last 10. If these 10 are not in
+    Returns:
+        The line with replaced quotations. The search stops after 300 characters of the result, because the caller cuts
+        it there; the rest of the line is then left out.
+    """
+    result = ""
+    position = 0  # everything in `line` before it has been copied to `result` or replaced
+    search_start = 0
+    while position < len(line) and len(result) < MAX_REASON_CHARS:
+        search_end = position + MAX_REASON_CHARS - len(result)
+        quotation = _find_quotation(line, prompt, start=search_start, end=search_end)
+        if quotation is None:
+            return result + line[position:search_end]
+        quotation_start, quotation_end = quotation
+        result += line[position:quotation_start]  # empty if this quotation overlaps with the previous one
+        if not result.endswith("[prompt]"):
+            result += "[prompt]"
+        position = quotation_end
+        # A different quotation may begin in the last 19 characters of this one, and end after it.
+        search_start = quotation_end - MIN_QUOTED_CHARS + 1
+    return result
+
+
+def _find_quotation(line: str, prompt: str, *, start: int, end: int) -> tuple[int, int] | None:
+    """Find the first quotation of at least 20 characters that begins in line[start:end].
+
+    Looking for a text in a prompt of 1 MB takes about 10 ms, so the search skips positions where possible. A quotation
+    that begins at one of the next 11 positions contains the last 10 of the next 20 characters. If these 10 are not in
     the prompt, all 11 positions are skipped.
+
+    Returns:
+        Start and end of the longest quotation that begins there; None if no quotation begins in this range.
     """
     half = MIN_QUOTED_CHARS // 2
-    result = ""
-    position = 0
-    quotation_end = 0  # of the last quotation that was found, in `line`
-    while position < len(line) and len(result) < MAX_REASON_CHARS:
+    last_start = len(line) - MIN_QUOTED_CHARS  # fewer than 20 characters follow every later position
+    position = start
+    while position < end and position <= last_start:
         next_chars = line[position : position + MIN_QUOTED_CHARS]
-        is_long_enough = len(next_chars) == MIN_QUOTED_CHARS
-        step = 1
         if next_chars[half:] not in prompt:
-            step = half + 1
-        elif is_long_enough and next_chars in prompt:
-            length = _measure_quotation(line[position:], prompt)
-            if not result.endswith("[prompt]"):  # overlapping quotations are replaced together
-                result += "[prompt]"
-            quotation_end = position + length
-            # A different quotation may overlap with the end of this one, so the last 19 characters are searched too.
-            step = length - MIN_QUOTED_CHARS + 1
-        first_unquoted = max(position, quotation_end)
-        result += line[first_unquoted : position + step]
-        position += step
-    return result
+            position += half + 1
+        elif next_chars not in prompt:
+            position += 1
+        else:
+            return position, position + _measure_quotation(line[position:], prompt)
+    return None
 
 
 def _measure_quotation(text: str, prompt: str) -> int:

@@ -198,8 +198,9 @@ class TransformersEngine(Engine):
     def score(self, contexts: Sequence[Context]) -> list[Scores]:
         """Score the candidates of every context, in order.
 
-        If a context is inside a response whose states were kept, only the head runs on its state. Other contexts run in
-        full, those of similar length in the same batch. The kept states are dropped afterwards.
+        `generate` keeps the hidden states that entered the head, for requests with `keep_states`. For a context inside
+        such a response, only the head runs, on the state that was kept there. Other contexts run in full, those of
+        similar length in the same batch. The kept states are dropped afterwards.
 
         Args:
             contexts: The contexts.

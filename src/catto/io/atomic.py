@@ -241,5 +241,5 @@ def find_damage(folder: Path, seals: dict[str, Seal], *, contents: bool) -> str 
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file as hexadecimal digits. A gzipped file is hashed as it is."""
-    with open_input(path, plain=True) as file:
+    with open_input(path, keep_compressed=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]

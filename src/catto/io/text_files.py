@@ -35,12 +35,15 @@ def find_suffix(path: Path) -> str:
 
 
 @contextmanager
-def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
+def open_input(path: Path, *, keep_compressed: bool = False) -> Iterator[IO[bytes]]:
     """Open a regular file, and decompress it if its name ends in `.gz`.
+
+    Every OSError that is raised inside the `with` block counts as an error of this file. The block must therefore not
+    open or write other files.
 
     Args:
         path: The file.
-        plain: Whether to leave a gzipped file compressed.
+        keep_compressed: Whether to read the bytes of a gzipped file as they are.
 
     Yields:
         The open file.
@@ -50,7 +53,7 @@ def open_input(path: Path, *, plain: bool = False) -> Iterator[IO[bytes]]:
     """
     try:
         _require_regular_file(path)
-        decompress = path.suffix == ".gz" and not plain
+        decompress = path.suffix == ".gz" and not keep_compressed
         file: Any = gzip.open(path, "rb") if decompress else path.open("rb")  # noqa: SIM115 (closed below)
     except (OSError, ValueError) as error:  # ValueError: not a regular file, or a NUL character in the path
         raise DataError(path, None, getattr(error, "strerror", None) or str(error)) from None

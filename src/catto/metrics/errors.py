@@ -602,18 +602,25 @@ def _spread_mass(
     return mass
 
 
-@lru_cache(maxsize=8)
-def _damping_factors(cells: int) -> tuple[Floats, Floats]:
-    """Return by which factor two kinds of smoothing multiply each frequency of the cosine basis.
+class _DampingFactors(NamedTuple):
+    """By which factor two kinds of smoothing multiply each frequency of the cosine basis.
 
-    Returns:
-        The factor of spreading mass linearly onto two nodes, and the logarithm of the factor of a Gaussian kernel of
-        bandwidth 1, (cells + 1,) each.
+    Attributes:
+        spreading: (cells + 1,) factor of spreading mass linearly onto two nodes.
+        log_kernel: (cells + 1,) logarithm of the factor of a Gaussian kernel of bandwidth 1.
     """
+
+    spreading: Floats
+    log_kernel: Floats
+
+
+@lru_cache(maxsize=8)
+def _compute_damping(cells: int) -> _DampingFactors:
     frequency = np.arange(cells + 1.0)
-    spreading_factors = np.sinc(frequency / (2 * cells)) ** 2
-    log_kernel_factors = -0.5 * (np.pi * frequency) ** 2
-    return spreading_factors, log_kernel_factors
+    return _DampingFactors(
+        spreading=np.sinc(frequency / (2 * cells)) ** 2,
+        log_kernel=-0.5 * (np.pi * frequency) ** 2,
+    )
 
 
 def _solve_bandwidth(mass: Floats, cells: int) -> float:
@@ -646,8 +653,7 @@ def _transform_mass(mass: Floats, cells: int) -> Floats:
     circle = np.concatenate((half_circle, mirror_image))
     spectrum = np.fft.rfft(circle).real  # the circle is symmetric, so the imaginary part is only rounding
     # Spreading mass onto two nodes has smoothed it. The division undoes this.
-    spreading_factors, _ = _damping_factors(cells)
-    return np.asarray(spectrum / spreading_factors)
+    return np.asarray(spectrum / _compute_damping(cells).spreading)
 
 
 def _integrate_smoothed(spectrum: Floats, sigma: float, cells: int) -> float:
@@ -662,8 +668,8 @@ def _integrate_smoothed(spectrum: Floats, sigma: float, cells: int) -> float:
     positive_sigma = max(abs(sigma), TOLERANCE)
     highest_frequency = int(8.6 / (np.pi * positive_sigma))
     kept = min(cells, highest_frequency) + 1
-    _, log_kernel_factors = _damping_factors(cells)
-    kernel_factors = np.exp(sigma**2 * log_kernel_factors[:kept])
+    log_kernel = _compute_damping(cells).log_kernel[:kept]
+    kernel_factors = np.exp(sigma**2 * log_kernel)  # bandwidth sigma instead of 1 multiplies the logarithm by sigma^2
     smoothed_spectrum = np.zeros(cells + 1)
     smoothed_spectrum[:kept] = spectrum[:kept] * kernel_factors
     smoothed_circle = np.fft.irfft(smoothed_spectrum)

@@ -61,8 +61,8 @@ def auroc(
     for block in split_blocks(len(groups.value)):
         lost_per_right_row = at_least_as_confident[..., block] - 0.5 * groups.count[..., block]
         lost += np.vecdot(groups.right[..., block], lost_per_right_row)
-    # The AUROC compares right rows with wrong rows only. Among themselves, right rows win half of their right_total**2
-    # comparisons, which is subtracted.
+    # The AUROC compares right rows with wrong rows only. Among themselves, R right rows win half of their R^2
+    # comparisons. So of all N rows, right rows win R N - lost - R^2 / 2 comparisons with wrong ones.
     won = right_total * (total - 0.5 * right_total) - lost
     pairs = right_total * (total - right_total)
     undefined = np.full(np.shape(pairs), np.nan)

@@ -123,22 +123,27 @@ def token_certainty(tops: Sequence[tuple[str, Mapping[str, float]]]) -> tuple[fl
 
     The engine returns the most probable tokens at each position, called its candidates. The certainty of a position is
     minus the mean log-probability of its candidates. It is high if the model concentrates its probability on few of
-    them. The mean over all positions is self-certainty (Kang et al., 2025) up to a constant, restricted to the
-    candidates. The lowest mean over 128 consecutive positions is DeepConf's lowest-group confidence (Fu et al., 2025).
+    them. More candidates include less probable ones and raise it, so it is comparable only among responses with equally
+    many candidates.
+
+    The mean over all positions is the self-certainty of Kang et al. (2025), with the candidates in place of all V
+    tokens of the vocabulary, and without its constant term -log V. The lowest mean over TOKENS_PER_GROUP consecutive
+    positions is DeepConf's lowest-group confidence (Fu et al., 2025).
 
     Args:
-        tops: For each position, the generated token and the candidates: text -> log-probability. At least one position.
+        tops: For each position, a pair as in `Generation.tops`: the generated token, which is not used, and its
+            candidates, text -> log-probability. At least one position.
 
     Returns:
-        The self-certainty and the lowest-group confidence. For a response of at most 128 tokens, both are the mean over
-        all positions.
+        The self-certainty and the lowest-group confidence. For a response of at most TOKENS_PER_GROUP tokens, both are
+        the mean over all positions.
 
     >>> token_certainty([("a", {"a": -0.5, "b": -1.5}), ("c", {"c": -0.25, "d": -3.75})])
     (1.5, 1.5)
     """
     certainties = []
-    for _token, logprobs in tops:
-        mean_logprob = sum(logprobs.values()) / len(logprobs)
+    for _token, candidates in tops:
+        mean_logprob = sum(candidates.values()) / len(candidates)
         certainties.append(-mean_logprob)
     certainty = np.array(certainties)
     group_size = min(TOKENS_PER_GROUP, len(certainty))
@@ -445,7 +450,9 @@ def _votes_still_needed(
 ) -> Ints:
     """Return the smallest number of further votes after which a vote may be settled; 0 if it already is.
 
-    This is the number if all further votes are for the present winner. Every further vote counts 1, the maximum.
+    This many are enough if all further votes are for the present winner. The votes that are then left must not suffice
+    for any rival, which is a different label, whether or not it has been sampled yet. Every further vote counts 1, the
+    maximum.
 
     Args:
         candidates: The samples so far, (Q, m), m >= 1.
@@ -459,8 +466,8 @@ def _votes_still_needed(
     winner = support.winner[:, None]
     winning_label = np.take_along_axis(candidates.label, winner, axis=1)
     is_for_rival = (candidates.label != winning_label) & (candidates.label >= 0)
-    # Each sample stands for one rival of the winner: its own label or, for a sample of the winner or without a label, a
-    # label that has not been sampled yet and has no votes.
+    # Each sample stands for one rival: its own label or, for a sample of the winner or without a label, a label that
+    # has not been sampled yet and has no votes.
     rival_votes = np.where(is_for_rival, support.votes_for_label, 0.0)
     winning_votes = support.votes_for_label.max(axis=1, keepdims=True).clip(min=0.0)  # -1 if no sample has a label
     lead = winning_votes - rival_votes

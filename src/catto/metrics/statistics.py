@@ -196,6 +196,10 @@ def _shift_tails(
 ) -> Floats:
     """Return the tail probabilities of the BCa interval, shifted by bias and acceleration (Efron, 1987).
 
+    A tail t becomes Phi(b + s / (1 - a s)) with s = b + Phi^-1(t), where Phi is the normal distribution function. The
+    acceleration a is that of `_estimate_acceleration`. The bias is b = Phi^-1(share of the draws below the estimate);
+    draws that equal it count half.
+
     Args:
         tails: (2,) probabilities strictly between 0 and 1, as `central_tails` gives them.
         estimate: The metric of all rows.
@@ -259,10 +263,11 @@ def ratio_interval(
     0.5
     """
     filled = fill_options(options)
-    batches = []
+    ratios = []
     for counts in draw_question_counts(len(numerator), filled.resamples, filled.seed, filled.tick):
-        batches.append((counts @ numerator) / (counts @ denominator))
-    band = summarise_draws(np.concatenate(batches), filled.level)
+        # counts: (R, Q), how often each question was drawn in each of R resamples.
+        ratios.append((counts @ numerator) / (counts @ denominator))
+    band = summarise_draws(np.concatenate(ratios), filled.level)
     value = float(numerator.sum() / denominator.sum())
     return Interval(value, band.low, band.high, filled.level)
 
@@ -329,7 +334,7 @@ def null_table(
     confidences = [check_confidence(run.confidence) for run in runs]
     numbering = number_questions([run.question for run in runs], confidences)
     functions = list(metrics.values())
-    mean_draws = np.zeros((len(metrics), filled.resamples))
+    mean_draws = np.zeros((len(metrics), filled.resamples))  # means over the runs
     for run_index, c in enumerate(confidences):
         # The progress bar has one step per simulation, however many runs are simulated.
         is_first_run = run_index == 0

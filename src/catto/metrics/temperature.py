@@ -223,6 +223,7 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
     scores = _gather_scores(usable, kind)
 
     def mean_nll(tau: float) -> float:
+        # -log p_tau(gold) = logsumexp(z / tau) - z_gold / tau, where z are the scores of all tokens or of the labels.
         if scores.curves is None:  # kind is `normalized`
             log_sum = logsumexp(scores.margins / tau, axis=1)
         else:
@@ -327,21 +328,24 @@ def rescale_predictions(
     """Return the same answers with their confidence at tau.
 
     Args:
-        predictions: Any predictions.
-        tau: Temperature, as in `confidence_at`.
-        kind: `raw` or `normalized`, as in `confidence_at`.
+        predictions: Predictions with the fields that `kind` needs. A prediction without an answer needs none, and keeps
+            the confidence that the model stated.
+        tau: Temperature above 0; for `raw`, within the range of TAU_GRID.
+        kind: `raw` for the probability among the whole vocabulary, which needs the field `logsumexp` unless tau is 1.
+            `normalized` for the probability among the labels, which needs the field `label_logprobs`.
 
     Returns:
-        Copies of the predictions. `confidence_raw` keeps the stated confidence.
+        Copies of the predictions. Whatever the kind is, the field `confidence_raw` has the confidence that the model
+        stated, before any rescaling or calibration.
 
     Raises:
         ValueError: A field that `kind` needs is missing, or tau is out of range.
     """
-    changed = []
+    rescaled = []
     for prediction in predictions:
         update = {
             "confidence": confidence_at(prediction, tau, kind),
             "confidence_raw": stated_confidence(prediction),
         }
-        changed.append(prediction.model_copy(update=update))
-    return changed
+        rescaled.append(prediction.model_copy(update=update))
+    return rescaled

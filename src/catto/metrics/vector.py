@@ -82,7 +82,7 @@ def scale_by_vector(predictions: Sequence[Prediction], scaling: VectorScaling) -
     """Return the same answers with their scaled confidence.
 
     Args:
-        predictions: Any predictions. One without a label keeps its stated confidence.
+        predictions: Predictions with `label_logprobs`. One without a label needs none, and keeps its stated confidence.
         scaling: The fitted calibrator.
 
     Returns:

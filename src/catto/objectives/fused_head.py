@@ -298,17 +298,18 @@ def gather_zero3_parameters(*parameters: Tensor | None) -> AbstractContextManage
 class RunningSums(NamedTuple):
     """Running sums over the tiles that have been processed, for N tokens, (N,) each and labels (N, K).
 
-    z_r is the rival's logit: the largest so far, without the target's. The sums named `rest` leave out the target and
-    the rival. Their exponentials are divided by exp(z_r), so that they cannot overflow.
+    t is the target, and r is the rival: the most probable other token so far. In the sums named `rest`, j runs over all
+    tokens except these two. Their exponentials are divided by exp(z_r), so that they cannot overflow. After the last
+    tile, exp(z_j - z_r) = p_j / p_r.
     """
 
     target: Tensor  # z_t
     rival: Tensor  # z_r
     rival_id: Tensor
-    rest: Tensor  # sum exp(z - z_r)
-    rest_z: Tensor  # sum exp(z - z_r) z
-    rest_sq: Tensor  # sum exp(2 (z - z_r))
-    total: Tensor  # sum z, including the target and the rival
+    rest: Tensor  # sum_j exp(z_j - z_r)
+    rest_z: Tensor  # sum_j exp(z_j - z_r) z_j
+    rest_sq: Tensor  # sum_j exp(2 (z_j - z_r))
+    total: Tensor  # sum of all logits, including z_t and z_r
     labels: Tensor  # z of the K label tokens
 
 
@@ -355,14 +356,15 @@ def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, ext
     if "mean_logit" in extras:
         total = total + z.sum(-1)
 
-    # A finite substitute for -inf: its exponential is 0, and in the entropy's sum 0 * lowest is 0 instead of nan.
+    # A finite substitute for -inf: its exponential is 0, and in the entropy's sum 0 * lowest is 0 instead of nan. It is
+    # divided by 8, so that differences between it and other logits stay finite.
     lowest = torch.finfo(z.dtype).min / 8
     target_logit = _remove_target(tile, targets, sums.target, lowest)
     best, best_column = z.max(-1)
     z.scatter_(-1, best_column.unsqueeze(-1), lowest)
 
-    # What is left in the tile belongs to the rest. If the tile contained only the target, `best` is `lowest`, and the
-    # clamp makes exp(lowest - peak) 0 instead of 1.
+    # What is left in the tile belongs to the rest: exp_z = exp(z_j - best). If the tile contained only the target,
+    # `best` is `lowest`, and the clamp makes exp(lowest - peak) 0 instead of 1.
     peak = best.clamp(min=lowest / 2).unsqueeze(-1)
     if "entropy" in extras:
         exp_z = (z - peak).exp_()  # not in place: z itself is needed below
@@ -417,50 +419,80 @@ def _remove_target(tile: Tile, targets: Tensor, logit_so_far: Tensor, lowest: fl
 
 
 def finish_sums(sums: RunningSums, spec: LogitSpec) -> HeadOutput:
-    """Turn the sums over the whole vocabulary into log-probabilities and the requested statistics."""
-    log_others = sums.rest.log1p()  # log of the sum of exp(z - z_r) over all tokens except the target
+    """Turn the sums over the whole vocabulary into log-probabilities and the requested statistics.
+
+    In the comments, t is the target, r is the rival (the most probable other token), and j runs over the rest: all
+    tokens except these two. The sums over the rest contain exp(z_j - z_r) = p_j / p_r. They are 0 if the vocabulary has
+    only two tokens or if all other exponentials underflow; the formulas hold then too.
+    """
+    log_others = sums.rest.log1p()  # log((1 - p_t) / p_r) = log(1 + sum_j exp(z_j - z_r))
     logsumexp = torch.logaddexp(sums.target, sums.rival + log_others)
-    # log p_t = z_t - logsumexp would lose digits: in fp32, a log-sum-exp of 40 has only six digits after the point. So
-    # log p_t and log p_r are computed from differences of logits. The greater of them is computed first, and the lesser
-    # is that plus or minus the gap, which keeps their order equal to the order of the logits.
-    gap = sums.target - sums.rival
-    log_not_target = logsigmoid(log_others - gap)  # log(1 - p_t)
-    target_if_top = logsigmoid(gap - log_others)
-    rival_if_top = log_not_target - log_others
-    target = torch.where(gap > 0, target_if_top, rival_if_top + gap)
-    rival = torch.where(gap > 0, target_if_top - gap, rival_if_top)
-    # The labels' log-probabilities, too, are computed from differences of logits: those to the most probable token.
-    top_logit = torch.maximum(sums.target, sums.rival)
-    log_top = torch.maximum(target, rival)
-    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
+    logprobs = _compute_logprobs(sums, log_others)
 
     log_doubt = None
     if "log_doubt" in spec.extras:  # log(1 - c), where c is the larger of p_t and p_r
-        logsumexp_without_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log())
+        # log(1 - p_r) is a difference of two log-sum-exps, with rounding errors of less than 1e-5. They are harmless
+        # where c is close to 1, because log(1 - c) is then far from 0, unlike log p_t.
+        logsumexp_without_rival = torch.logaddexp(sums.target, sums.rival + sums.rest.log())  # log(0) = -inf is right
         log_not_rival = logsumexp_without_rival - logsumexp
-        log_doubt = torch.where(sums.target > sums.rival, log_not_target, log_not_rival)
+        log_doubt = torch.where(sums.target > sums.rival, logprobs.not_target, log_not_rival)
     mean_logit = None
     if "mean_logit" in spec.extras:
         mean_logit = sums.total / spec.vocabulary
     entropy = None
     if "entropy" in spec.extras:
-        # Entropy = logsumexp - sum_j p_j z_j. Since p_j = p_r exp(z_j - z_r), the rest contributes p_r * rest_z.
-        target_term = target.exp() * sums.target
-        other_terms = rival.exp() * (sums.rival + sums.rest_z)
+        # logsumexp - p_t z_t - p_r z_r - sum_j p_j z_j, where p_j = p_r exp(z_j - z_r). Rounding errors of about 1e-5
+        # nats are accepted here.
+        target_term = logprobs.target.exp() * sums.target
+        other_terms = logprobs.rival.exp() * (sums.rival + sums.rest_z)
         entropy = logsumexp - target_term - other_terms
     log_sum_sq = None
     if "log_sum_sq" in spec.extras:
-        log_sum_sq = torch.logaddexp(2 * target, 2 * rival + sums.rest_sq.log1p())
+        # log(p_t^2 + p_r^2 + sum_j p_j^2) = log(p_t^2 + p_r^2 (1 + sum_j exp(2 (z_j - z_r))))
+        log_sum_sq = torch.logaddexp(2 * logprobs.target, 2 * logprobs.rival + sums.rest_sq.log1p())
     return HeadOutput(
-        target=target,
-        rival=rival,
+        target=logprobs.target,
+        rival=logprobs.rival,
         logsumexp=logsumexp,
         log_doubt=log_doubt,
         mean_logit=mean_logit,
         entropy=entropy,
         log_sum_sq=log_sum_sq,
-        labels=labels,
+        labels=logprobs.labels,
     )
+
+
+class _LogProbs(NamedTuple):
+    """Log-probabilities of N tokens, (N,) each and labels (N, K)."""
+
+    target: Tensor  # log p_t
+    not_target: Tensor  # log(1 - p_t)
+    rival: Tensor  # log p_r
+    labels: Tensor
+
+
+def _compute_logprobs(sums: RunningSums, log_others: Tensor) -> _LogProbs:
+    """Compute log-probabilities from differences of logits.
+
+    Subtracting the log-sum-exp from a logit would lose digits: in fp32, a log-sum-exp of 40 has only six digits after
+    the point, and log p_t may be as close to 0 as -1e-8.
+
+    log_others: log((1 - p_t) / p_r), (N,).
+    """
+    gap = sums.target - sums.rival  # z_t - z_r = log p_t - log p_r
+    target_if_top = logsigmoid(gap - log_others)  # log p_t, since p_t / (1 - p_t) = exp(gap - log_others)
+    log_not_target = logsigmoid(log_others - gap)  # log(1 - p_t)
+    rival_if_top = log_not_target - log_others  # log p_r, by the definition of log_others
+    # The greater of log p_t and log p_r is computed first, and the lesser is that plus or minus the gap. So their order
+    # is always that of the logits.
+    is_target_top = gap > 0
+    target = torch.where(is_target_top, target_if_top, rival_if_top + gap)
+    rival = torch.where(is_target_top, target_if_top - gap, rival_if_top)
+    # log p_l = z_l - z_top + log p_top for every label l, where `top` is the most probable of all tokens.
+    top_logit = torch.maximum(sums.target, sums.rival)
+    log_top = torch.maximum(target, rival)
+    labels = sums.labels - top_logit.unsqueeze(-1) + log_top.unsqueeze(-1)
+    return _LogProbs(target, log_not_target, rival, labels)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -577,7 +609,8 @@ def _add_at_tokens(total: Tensor, tile: Tile, ids: Tensor, gradient: Tensor | No
 def _doubt_gradient(tile: Tile, saved: SavedTokens, gradient: Tensor, log_doubt: Tensor) -> Tensor:
     """Return g exp(z_j - L') and 0 at the top token, where L' is the log-sum-exp without the top token.
 
-    The other term of this gradient, -g p_j, is part of `probability_factor`.
+    This is the gradient of L' in log_doubt = log(1 - c) = L' - logsumexp. That of the log-sum-exp, -g p_j, is part of
+    `probability_factor`.
     """
     logsumexp_without_top = saved.logsumexp + log_doubt
     term = (tile.logits - logsumexp_without_top.unsqueeze(-1)).exp_()

@@ -89,7 +89,8 @@ def attempt_folders(root: Path, stage: Stage, inputs_digest: str = "") -> list[P
         stage: The stage.
         inputs_digest: Return only the attempts on these inputs; if empty, return all.
     """
-    paths = (root / "stages").glob(f"{stage.folder}{ATTEMPT_MARK}*{inputs_digest[:8]}-*")
+    inputs = inputs_digest[:8] or "*"  # in the name of the folder, see `name_attempt`
+    paths = (root / "stages").glob(f"{stage.folder}{ATTEMPT_MARK}{inputs}-*")
     return sorted((path for path in paths if path.suffix != INCOMPLETE_SUFFIX), key=measure_progress)
 
 
@@ -107,7 +108,11 @@ def attempts_by_stage(root: Path) -> dict[str, list[Path]]:
 
 
 def measure_progress(folder: Path) -> tuple[bool, int, int, str]:
-    """Return a sort key for attempts: is trained, step of the newest checkpoint, bytes of the journals, folder name."""
+    """Return a sort key for attempts; the one that got furthest has the largest.
+
+    Its parts, in their order, are: whether training has finished (training.json exists), the step of the newest
+    checkpoint, the size of all journals of responses in bytes, and the name of the folder, which only decides ties.
+    """
     step = 0
     journal_bytes = 0
     with contextlib.suppress(OSError):  # another attempt may be deleting the folder

@@ -47,7 +47,7 @@ TRAINING_SHARE = 0.4
 MAX_CPU_PARAMETERS = 2e9  # for larger models, no CPU hours are printed
 # Operations/s of training on two CPU cores without bf16 instructions: 140 tokens/s with SmolLM2-135M.
 CPU_OPERATIONS = 0.11e12
-# The vocabulary of a model from scratch: the words of the embedded world.
+# The vocabulary of a model from scratch: about as many words as the questions of a generated task have.
 SCRATCH_VOCABULARY = 256
 
 
@@ -78,7 +78,8 @@ class Network:
 
     @property
     def layer(self) -> int:
-        """Number of parameters of one layer: attention, MLP and two norms."""
+        """Number of parameters of one layer."""
+        # Attention has query, output, key and value matrices, the gated MLP has three, and there are two norms.
         return self.width * (2 * self.queries + 2 * self.keys + 3 * self.intermediate + 2)
 
     @property
@@ -94,7 +95,8 @@ class Network:
         4022458880
         """
         tables = 1 if self.tied else 2
-        return self.layers * self.layer + self.table * tables + self.width
+        final_norm = self.width
+        return self.layers * self.layer + self.table * tables + final_norm
 
 
 KNOWN_NETWORKS = {"Qwen/Qwen3-4B": Network(36, 2560, 9728, 32 * 128, 8 * 128, 151_936, True)}
@@ -230,7 +232,7 @@ def stage_resources(recipe: Recipe, stage: Stage, *, gpus: bool = True) -> Resou
 
 # ---- the estimate
 
-# Number of questions in each split of a built-in world.
+# Number of questions in each split of the tasks that are generated.
 GENERATED_COUNTS = {"witnesses": witnesses.SIZES, "readings": readings.READING_COUNTS}
 
 
@@ -256,7 +258,10 @@ class PlanEstimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Number of tokens that one GPU trains on per second, at 6 operations per parameter and token."""
+        """Number of tokens that one GPU trains on per second.
+
+        The forward pass takes 2 operations per parameter and token, the backward pass 4.
+        """
         return TRAINING_SHARE * GPU.operations / (6 * (self.parameters or 1))
 
     def count_questions(self, stage: Stage[QuestionSettings]) -> int:
@@ -277,7 +282,10 @@ class PlanEstimate:
         return count or 0
 
     def count_training_tokens(self, stage: Stage[TrainSettings]) -> int:
-        """Return an upper bound for the tokens of a training stage, counting every row as long as the context."""
+        """Return an upper bound for the tokens of a training stage.
+
+        Every row is counted as long as the context: longer rows are dropped before training.
+        """
         settings = stage.settings
         teacher = self.recipe.own_teacher
         per_question = teacher.n
@@ -293,7 +301,8 @@ class PlanEstimate:
     def count_rows(self, settings: TrainSettings) -> int:
         """Count the rows that are computed for each row or pair of a batch.
 
-        A pair has two, and with an outcome stream, some rows of the stream are computed together with it.
+        A pair has two. If the method's calibration term learns from a stream of sampled responses, `rows_per_pair` of
+        them are computed together with each pair.
         """
         if settings.method.stage != "preference":
             return 1

@@ -121,7 +121,7 @@ def _hash_files(files: Iterable[Path]) -> str | None:
 
 def _hash_bytes(path: Path, size: int) -> str:
     """Hash the bytes of a small file, or evenly spaced pieces of a large one."""
-    with open_input(path, plain=True) as file:
+    with open_input(path, keep_compressed=True) as file:
         if size <= MAX_BYTES_HASHED_WHOLE:
             return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         digest = hashlib.sha256()
@@ -170,8 +170,8 @@ class Graph:
     ) -> Stage[QuestionSettings]:
         """Plan the questions of one split.
 
-        The training questions are the same for every seed: those that are validation or test questions for none of the
-        recipe's seeds.
+        The training questions are the questions that no seed uses for validation or test. They are the same for every
+        seed, so that the teacher has to answer them only once.
 
         Args:
             task: The task.
@@ -251,8 +251,8 @@ class Graph:
             split=questions.settings.split,
             prompts=self._generating_for(questions.settings.task).prompts,
             contents=self._teacher_hash,
-            parser=forms.VERSION if teacher.source == "responses" else None,
-            generating=None,
+            parser=forms.VERSION if teacher.source == "responses" else None,  # only a dataset is parsed as it is read
+            generating=None,  # this and `outcome` are only for samples of a trained model
             outcome=None,
         )
         return Stage("responses", f"responses {name}", settings, {"questions": questions})
@@ -385,7 +385,8 @@ class Graph:
     def _resolve_effort(self, method: Method, budget: Budget, block: TrainerSettings) -> tuple[int, int | None]:
         """Return the number of epochs, and the maximum number of pairs; None is no limit.
 
-        The recipe's `epochs` replaces the method's number only if the method trains on all rows or pairs. The small
+        Both depend on the budget: for some methods, one of the budgets is small and limits the number of pairs. The
+        recipe's `epochs` replaces the method's number only if the method trains on all rows or pairs. The small
         budget fixes the number of epochs too.
         """
         effort = method.effort[budget]
@@ -539,9 +540,14 @@ class Graph:
         return self._plan_predictions(name, model, model.settings.seed, task, "test", GREEDY)
 
     def plan_tau(self, model: Choice, kind: ScalingKind = "raw") -> Stage[ScalingSettings]:
-        """Plan the fit of a temperature or a vector on a model's greedy validation predictions.
+        """Plan the fit of a temperature (tau) or a vector on a model's greedy validation predictions.
 
         These are the predictions by which the learning rate was chosen, if there was a choice.
+
+        Args:
+            model: The model.
+            kind: `raw` fits a temperature for probabilities over the whole vocabulary, `normalized` one for those among
+                the labels. `vector` fits a weight and a bias for each label.
         """
         validation = {role: need for role, need in model.needs.items() if role.startswith("validation")}
         if not validation:  # with a single learning rate, the choice needed no predictions, but only one model
@@ -554,14 +560,15 @@ class Graph:
     def plan_scaling(self, title: str, task: str, model: Choice, kind: ScalingKind) -> Stage:
         """Plan rescaled test predictions.
 
-        With `decode: sample` in the recipe, answers are sampled at the fitted temperature, which must be one over the
-        whole vocabulary (`raw`). In all other cases, the confidences of the greedy answers are rescaled.
+        In general, the confidences of the greedy answers are rescaled. With `decode: sample` in the recipe, answers are
+        sampled at the fitted temperature instead. That is possible only for the kind `raw`, since a model samples from
+        its whole vocabulary.
 
         Args:
             title: The title of the method, for the name of the stage.
             task: The task of the test questions.
             model: The model.
-            kind: What is fitted.
+            kind: What is fitted, see `plan_tau`.
         """
         seed = model.settings.seed
         name = f"scaled {title} {task} seed {seed}"
@@ -575,8 +582,9 @@ class Graph:
     def plan_sampling_temperature(self, model: Choice) -> Stage:
         """Plan the choice of the temperature at which candidates are sampled.
 
-        The model samples max(k) answers at each temperature, to some of the validation questions. The temperature with
-        the best accuracy of Confidence@k is chosen.
+        Confidence@k samples k candidate answers and gives the one with the largest confidence. The model samples max(k)
+        answers at each temperature, to some of the validation questions. The temperature at which Confidence@k has the
+        best accuracy is chosen. The confidences are rescaled by tau before, as they will be on the test questions.
         """
         name = f"sampling {model.settings.name}"
         samples = max(self.recipe.evaluation.k)
@@ -595,7 +603,12 @@ class Graph:
         return Stage("sampling", name, StageSettings(), {"predicted": predicted, "tau": self.plan_tau(model)})
 
     def plan_candidates(self, task: str, model: Choice) -> Stage:
-        """Plan max(k) samples per test question, with their confidence at tau, which ranks them."""
+        """Plan the candidates of Confidence@k: max(k) sampled answers per test question.
+
+        Confidence@k gives the candidate with the largest confidence. The confidences are computed at tau, the
+        temperature that is fitted on validation predictions. It differs from the one at which answers are sampled,
+        unless the recipe sets `sampling: fitted`.
+        """
         evaluation = self.recipe.evaluation
         seed = model.settings.seed
         name = f"candidates {model.settings.title} {task} seed {seed}"
@@ -607,6 +620,8 @@ class Graph:
 
     def plan_preference_accuracy(self, model: Choice) -> Stage | None:
         """Plan how often a model prefers the chosen response of a held-out pair, relative to its reference model.
+
+        A pair consists of a right (chosen) and a wrong (rejected) response of the teacher to a validation question.
 
         Returns:
             The stage; None if the recipe asks for no such pairs, or if the model was not trained on preferences.
@@ -661,8 +676,8 @@ class Graph:
         model = self.plan_choice(place.trained_on, place.seed, find_method(place.method).start, budget)
         is_sampled_at_tau = kind == "raw" and self.recipe.evaluation.decode == "sample"
         validation: tuple[Stage, ...] = ()
-        # The report fits a threshold on the validation predictions, which are greedy. It fits only test predictions of
-        # the same task that are greedy too.
+        # The report fits a threshold on the confidence of the validation predictions, which are greedy. The threshold
+        # is valid only for test predictions of the same task that are greedy too.
         if place.task == place.trained_on and not is_sampled_at_tau:
             validation = _list_validation(self.plan_tau(model, kind))
         return CellPlan(

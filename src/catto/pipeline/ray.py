@@ -191,7 +191,7 @@ def _follow_tasks(root: Path, missing: Sequence[Stage], tasks: Mapping[str, Any]
         ended = [stage for stage in pending.values() if tasks[stage.key] in ended_tasks]
         for stage in ended:
             del pending[stage.key]
-            if outcome.blocks(stage):  # its task has ended without running it
+            if outcome.record_if_blocked(stage):  # its task has ended without running it
                 display.ended(stage, "blocked", 0.0)
                 continue
             ending = _read_ending(root, tasks[stage.key])

@@ -90,8 +90,8 @@ class Outcome:
         else:
             self.finished.append(stage)
 
-    def blocks(self, stage: Stage) -> bool:
-        """Return whether a stage cannot run because a need failed or is blocked; if so, record it as blocked."""
+    def record_if_blocked(self, stage: Stage) -> bool:
+        """Record a stage as blocked if a stage that it needs failed or is blocked; return whether it is blocked."""
         is_blocked = any(need.key in self.stopped for need in stage.needs.values())
         if is_blocked:
             self.blocked.append(stage)
@@ -135,7 +135,7 @@ def _run_in_order(root: Path, needed: Sequence[Stage], display: Display) -> Outc
     missing_count = sum(state != "done" for _, state in list_states(root, needed))
     earlier_attempts = attempts.attempts_by_stage(root)
     for stage in needed:
-        if outcome.blocks(stage):
+        if outcome.record_if_blocked(stage):
             display.ended(stage, "blocked", 0.0)
         elif not stages.is_done(root, stage):
             started_count += 1
@@ -368,9 +368,9 @@ def list_states(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, str]]:
 
 
 def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
-    """Rename the folder of every damaged stage to `<folder>.damaged`, so that the stage runs again.
+    """Rename the folder of every damaged stage to `<folder>.damaged`, so that the next run runs the stage again.
 
-    A folder that an earlier repair moved to the same name is deleted.
+    The stages that depend on a damaged one are not moved. They run again only if its new result is different.
 
     Args:
         root: The experiment's folder.
@@ -381,20 +381,28 @@ def set_damaged_aside(root: Path, goals: Sequence[Stage]) -> list[Stage]:
 
     Raises:
         DataError: Another run works in the folder.
+        OSError: A damaged folder cannot be renamed, or one from an earlier repair cannot be deleted.
     """
     damaged = []
     with lock_run(root):
         for stage in list_needed(list(goals)):
             folder = stage_dir(root, stage)
-            try:
-                if folder.exists():
-                    stages.check_stage(folder, contents=True)
-            except DataError:
+            if folder.exists() and _is_damaged(folder):
                 aside = folder.with_name(folder.name + DAMAGED)
-                shutil.rmtree(aside, ignore_errors=True)  # from an earlier repair
+                if aside.exists():  # from an earlier repair
+                    shutil.rmtree(aside)
                 folder.rename(aside)
                 damaged.append(stage)
     return damaged
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Return whether the files of a finished stage differ from what it wrote. All of them are read and hashed."""
+    try:
+        stages.check_stage(folder, contents=True)  # without `contents`, it compares only the sizes of the files
+    except DataError:
+        return True
+    return False
 
 
 def refused_stages(root: Path, goals: Sequence[Stage]) -> list[tuple[Stage, list[Refusal]]]:

@@ -290,7 +290,7 @@ class TaskSettings(Settings):
         return self.path is not None or self.fields is not None
 
     def world_options(self) -> dict[str, Any]:
-        """Return the settings of the embedded world that are set."""
+        """Return the settings of the generated task `witnesses` that are set, as arguments of `generate_questions`."""
         return self.model_dump(include={"options", "witnesses", "reliabilities"}, exclude_none=True)
 
 
@@ -320,7 +320,9 @@ class LaunchSettings(Settings):
 
 
 class OutcomeSettings(Settings):
-    """The third stream of dpo+outcome: responses of the start model to training questions, unfiltered.
+    """The stream of dpo+outcome: responses of the start model to training questions, right or wrong.
+
+    A calibration term is trained on them, next to the preference loss on pairs.
 
     The target of a question is its gold label, the share of each label among `samples` responses (`votes`), or the mean
     of the two (`mix`).

@@ -111,7 +111,7 @@ class Panel:
         digits = supported_decimals(self.bins.rows)
         ece = float(self.bins.share @ np.abs(self.bins.gap))
         lines = []
-        if self.sources is not None and self.sources.forced:
+        if self.sources is not None and self.sources.has_too_many_forced:
             lines.append(f"{100 * self.sources.share('fallback'):.0f} % forced")
         lines.append(f"ECE {100 * ece:.{digits}f}")
         if self.null is not None:

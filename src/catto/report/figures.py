@@ -23,7 +23,16 @@ from catto.report import tables
 from catto.report.cell_answers import CellAnswers
 from catto.report.drawing import BLUE, GREY, INK, RED, Panel, format_percent, reliability_figure
 from catto.report.numbers import CellNumbers, GroupNumbers, Numbers, Results, Training
-from catto.report.tables import TrainedCell, method_order, method_title, setting_title, task_order, task_title
+from catto.report.tables import (
+    PlaceOrder,
+    TrainedCell,
+    method_order,
+    method_title,
+    place_order,
+    setting_title,
+    task_order,
+    task_title,
+)
 
 
 class MethodLook(NamedTuple):
@@ -234,7 +243,7 @@ def make_score_pictures(numbers: Numbers, budget: Budget | None) -> Iterator[Pic
             "ece": groups,
             "scatter": groups,
             "seeds": cells,
-            "world": with_true_error,
+            "world": with_true_error,  # of generated tasks, whose posteriors are known
         }
         for kind, records in records_of_kind.items():
             if not records:
@@ -293,6 +302,8 @@ def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budge
 
     Only the first seed of each task and training set is shown. A cell without a budget belongs to every budget.
 
+    The figures in distribution come first, then those out of distribution, each in the order of the tables' tasks.
+
     Args:
         numbers: the numbers of the report.
         answers: the answers of `numbers.cells`, in the same order.
@@ -301,22 +312,22 @@ def make_answer_pictures(numbers: Numbers, answers: Sequence[CellAnswers], budge
     Yields:
         For each task and training set, the figures that compare the methods, then one reliability diagram per method.
     """
-    # (setting, sort key of the task, training set) -> cells
-    cells_of_test: dict[tuple[str, tuple[int, str], str], list[MeasuredAnswers]] = {}
+    cells_at: dict[PlaceOrder, list[MeasuredAnswers]] = {}
     for cell, cell_answers in zip(numbers.cells, answers, strict=True):
         if cell.budget in (None, budget):
-            key = (cell.setting, task_order(cell.task), cell.trained_on)
-            cells_of_test.setdefault(key, []).append(MeasuredAnswers(cell, cell_answers))
+            cells_at.setdefault(place_order(cell), []).append(MeasuredAnswers(cell, cell_answers))
     is_first_budget = budget == numbers.budgets[0]
-    for _, cells in sorted(cells_of_test.items()):
+    for place in sorted(cells_at):
+        cells = cells_at[place]
         first_seed = min(measured.cell.seed for measured in cells)
         of_first_seed = [measured for measured in cells if measured.cell.seed == first_seed]
         of_first_seed.sort(key=lambda measured: method_order(measured.cell.method))
+        # These figures show all methods, of which some have different cells in every budget.
         yield from _compare_answers(of_first_seed, numbers.bins, budget)
         for measured in of_first_seed:
             # The diagram of a cell without a budget is the same in all budgets, so it is drawn only for the first one.
-            belongs_to_all_budgets = measured.cell.budget is None
-            if is_first_budget or not belongs_to_all_budgets:
+            has_own_budget = measured.cell.budget is not None
+            if has_own_budget or is_first_budget:
                 yield _make_single_diagram(measured, numbers.bins)
 
 
@@ -465,7 +476,7 @@ def draw_panels(kind: FigureKind, panels: Sequence[TitledContent], looks: Looks)
     panel_height = kind.height
     if panel_height is None:  # the panels have one row per method
         methods = len(grid[0].get_yticks())
-        panel_height = 0.9 + 0.3 * methods
+        panel_height = 0.9 + 0.3 * methods  # in inches: the title and the axis, and a row for each method
     figure.set_size_inches(columns * panel_width, rows * panel_height)
     _add_legend(figure, grid)
     return figure
@@ -480,7 +491,7 @@ def _add_legend(figure: Figure, grid: Iterable[Axes]) -> None:
     if not handle_of_label:
         return
     width, height = figure.get_size_inches()
-    entries_per_line = max(1, int(width / 2))
+    entries_per_line = max(1, int(width / 2))  # an entry needs about two inches
     legend_lines = math.ceil(len(handle_of_label) / entries_per_line)
     # The panels can spare the height of three lines. Each further line makes the figure higher, so they do not shrink.
     figure.set_size_inches(width, height + 0.2 * max(0, legend_lines - 3))
@@ -530,7 +541,7 @@ def draw_chance(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
     _name_rows(axes, groups_of)
     for row, (method, groups) in enumerate(groups_of.items()):
         for group in groups:
-            if group.sources.forced:
+            if group.sources.has_too_many_forced:
                 _write_forced_share(axes, row, group)
             else:
                 _draw_chance_row(axes, row, group, colour=looks[method].colour)
@@ -569,7 +580,7 @@ def draw_scatter(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
     """
     for method, groups in groups_of.items():
         for group in groups:
-            if not group.sources.forced:
+            if not group.sources.has_too_many_forced:
                 _draw_scatter_point(axes, group, look=looks[method], label=method_title(method))
 
 
@@ -599,7 +610,7 @@ def draw_seeds(axes: Axes, cells_of: Mapping[str, Sequence[CellNumbers]], looks:
             axes.plot(np.mean(values), row, "|", color=colour, markersize=15, markeredgewidth=2.0)
 
 
-def draw_world(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
+def draw_true_error(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
     """Draw the measured ECE (filled) and the true calibration error (open)."""
     _name_rows(axes, groups_of)
     for row, (method, groups) in enumerate(groups_of.items()):
@@ -612,10 +623,11 @@ def draw_world(axes: Axes, groups_of: GroupsByMethod, looks: Looks) -> None:
             axes.plot(true_error, row, "o", color=colour, markersize=7, markerfacecolor="#ffffff")
 
 
-def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
+def draw_selection(axes: Axes, group: GroupNumbers, _looks: Looks) -> None:
     """Draw the accuracy of each rule that picks one of k answers, and of the greedy answer.
 
-    The group must have sampled answers, see `make_selection_pictures`.
+    The group must have sampled answers, see `make_selection_pictures`. The looks of methods are not used: the curves
+    are rules, which have the looks of RULE_LOOKS.
     """
     sizes = sorted(group.selection)
     for rule, look in RULE_LOOKS.items():
@@ -627,8 +639,11 @@ def draw_selection(axes: Axes, group: GroupNumbers, _: Looks) -> None:
     axes.set_xticks(sizes, [str(k) for k in sizes])
 
 
-def draw_histogram(axes: Axes, content: HistogramContent, _: Looks) -> None:
-    """Draw how often each confidence occurs, with the wrong answers stacked on the right ones."""
+def draw_histogram(axes: Axes, content: HistogramContent, _looks: Looks) -> None:
+    """Draw how often each confidence occurs, with the wrong answers stacked on the right ones.
+
+    The looks of methods are not used, because a panel shows a single method.
+    """
     answers = content.answers
     right = answers.confidence[answers.correct]
     wrong = answers.confidence[~answers.correct]
@@ -704,7 +719,7 @@ KINDS = {
     "ece": FigureKind(draw_chance, x=ECE),
     "scatter": FigureKind(draw_scatter, x=ACCURACY, y=ECE, height=3.6, same_axes=False, max_columns=3),
     "seeds": FigureKind(draw_seeds, x=ECE),
-    "world": FigureKind(draw_world, x=ECE),
+    "world": FigureKind(draw_true_error, x=ECE),  # for generated tasks, whose posteriors are known
     "confidence-at-k": FigureKind(draw_selection, x="k", y=ACCURACY, height=2.6),
     "histogram": FigureKind(draw_histogram, x="Confidence", y="Share of answers", height=2.3, in_shares=True),
     "risk": FigureKind(

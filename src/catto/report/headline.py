@@ -132,7 +132,7 @@ def _describe_stated_confidence(groups: Sequence[GroupNumbers], verdict: Verdict
 
 def _average_over_tasks(groups: Sequence[GroupNumbers]) -> dict[str, StatedConfidence]:
     """Return method -> its mean confidence and accuracy, without methods with too many forced answers."""
-    forced_methods = {group.method for group in groups if group.sources.forced}
+    forced_methods = {group.method for group in groups if group.sources.has_too_many_forced}
     groups_of_method: dict[str, list[GroupNumbers]] = {}
     for group in groups:
         if group.method not in forced_methods:
@@ -167,7 +167,7 @@ def _write_warnings(groups: Sequence[GroupNumbers]) -> tuple[str, ...]:
     for group in groups:
         if group.n < FEW_QUESTIONS:
             warnings.append(_warn_of_few_questions(group))
-        if group.sources.forced:
+        if group.sources.has_too_many_forced:
             warnings.append(_warn_of_forced_answers(group))
     return tuple(dict.fromkeys(warnings))  # a model that both budgets share gives the same warning twice
 
@@ -255,7 +255,7 @@ def _describe_calibration(groups: Sequence[GroupNumbers], at_budget: str) -> str
         groups: The groups of the first screen. Methods with too many forced answers are left out.
         at_budget: Text that names the budget, put after the first clause; empty if there is only one budget.
     """
-    forced_methods = {group.method for group in groups if group.sources.forced}
+    forced_methods = {group.method for group in groups if group.sources.has_too_many_forced}
     judged = [group for group in groups if group.method not in forced_methods]
     if not judged:
         return "No verdict on calibration: too many answers had to be forced."

@@ -696,7 +696,7 @@ def _gather_p_values(groups: Sequence[GroupNumbers], baseline: str | None) -> li
     """Return the p-values of each table, except for comparisons in which either side has too many forced answers."""
     forced_groups = set()
     for group in groups:
-        if group.sources.forced:
+        if group.sources.has_too_many_forced:
             forced_groups.add((group.budget, group.trained_on, group.task, group.method))
     p_values_of_table: dict[tuple[Budget | None, str], dict[_ComparisonId, float]] = defaultdict(dict)
     for index, group in enumerate(groups):

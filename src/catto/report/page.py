@@ -197,7 +197,7 @@ def _make_card(group: GroupNumbers, cells: Sequence[CellNumbers]) -> dict[str, A
     """Return what the card of a number shows about its group."""
     card = group.model_dump(mode="json", exclude={"input", "sources", "papers_budget"})
     card["forced"] = None
-    if group.sources.forced:
+    if group.sources.has_too_many_forced:
         card["forced"] = f"{group.sources.summary}: these numbers describe the fallback, not the model."
     card["by_seed"] = [_describe_seed(cell) for cell in cells if group.holds(cell)]
     return _round_floats(card)

@@ -96,6 +96,19 @@ def method_title(method: str) -> str:
     return method
 
 
+class PlaceOrder(NamedTuple):
+    """Sort key of a task with its training set. `in` (distribution) sorts before `out`, and tasks by `task_order`."""
+
+    setting: Literal["in", "out"]
+    task: tuple[int, str]
+    trained_on: str
+
+
+def place_order(place: CellIdentity) -> PlaceOrder:
+    """Return the sort key of a task with its training set; it is the same for all methods, budgets and seeds."""
+    return PlaceOrder(place.setting, task_order(place.task), place.trained_on)
+
+
 def row_order(row: TableRow) -> tuple[object, ...]:
     """Return the sort key of a row: by method, then the paper's budget first."""
     return *method_order(row.method), row.budget != "paper"
@@ -479,11 +492,10 @@ def _split_into_tables(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[
         return []
     if not spec.each:
         return [list(groups)]
-    groups_of_table: dict[tuple[str, tuple[int, str], str], list[GroupNumbers]] = {}
+    groups_at: dict[PlaceOrder, list[GroupNumbers]] = {}
     for group in groups:
-        key = (group.setting, task_order(group.task), group.trained_on)
-        groups_of_table.setdefault(key, []).append(group)
-    return [groups_of_table[key] for key in sorted(groups_of_table)]
+        groups_at.setdefault(place_order(group), []).append(group)
+    return [groups_at[place] for place in sorted(groups_at)]
 
 
 def _build_group_table(

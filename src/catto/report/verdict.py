@@ -59,9 +59,8 @@ def decide_verdict(
         have. It is None if fewer than two methods remain, or if the loss is the Brier score and all answers are right,
         or all are wrong.
     """
-    # `sources.forced` says whether a group has too many forced answers. How many are too many is a constant in the
-    # code, which the hash `group.input` does not cover.
-    groups_hash = content_hash([[group.input, group.sources.forced] for group in groups])
+    # How many forced answers are too many is a constant in the code, which the hash `group.input` does not cover.
+    groups_hash = content_hash([[group.input, group.sources.has_too_many_forced] for group in groups])
     if earlier is not None and earlier.verdict is not None and earlier.verdict.input == groups_hash:
         return earlier.verdict
 
@@ -94,7 +93,7 @@ def _gather_losses(
     forced. The remaining methods must have the same runs: a method is also excluded if it lacks the run of a task,
     training set and seed for which another one has a run.
     """
-    forced_methods = {group.method for group in groups if group.sources.forced}
+    forced_methods = {group.method for group in groups if group.sources.has_too_many_forced}
     run_at_place: dict[str, dict[_RunPlace, ScoredAnswers]] = {}  # method -> place -> run
     all_places: set[_RunPlace] = set()
     for group in groups:

@@ -364,7 +364,7 @@ class Answerer:
         usage = _count_usage(samples)
         if abstains:
             return GatewayAnswer(self.abstention, "stop", usage, reply_fields)
-        finish_reason = "stop"  # a forced label is complete even if the response was cut
+        finish_reason = "stop"  # a forced label, read from a continuation, is complete even if the response was cut
         if not chosen.sample.is_forced:
             finish_reason = chosen.sample.replies[0].finish_reason or "stop"
         return GatewayAnswer(chosen.sample.shown_text, finish_reason, usage, reply_fields)
@@ -434,7 +434,10 @@ def _read_label_only(response: Generation, question: ServedQuestion) -> Answer:
 
 
 def _list_reasons(client_request: AnswerRequest, chosen: ChosenAnswer) -> list[str]:
-    """List what is unusual about the chosen answer: it is uncalibrated, it is missing, or its label was forced."""
+    """List what is unusual about the chosen answer: it is uncalibrated or missing, or its label was forced.
+
+    A forced label was obtained by continuing a response that states none.
+    """
     reasons = []
     if chosen.uncalibrated_reason:
         reasons.append(chosen.uncalibrated_reason)

@@ -1,7 +1,7 @@
 """Answer requests for tasks without options: short answers and numbers, with the protocol's kind of confidence.
 
-Once the samples are taken, everything is the same as for labels. A sample costs one upstream request; P(True) needs a
-second one, which asks whether the answer is right.
+Once the samples are taken, everything is the same as for labels. A sample costs one upstream request. The confidence
+P(True) needs a second one, which asks whether the answer is right: it is the probability of the reply "True".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where questions come from: the table of benchmarks, a user's own file, and two embedded worlds."""
+"""Where questions come from: the table of benchmarks, a user's own file, and two generated tasks."""
 
 from __future__ import annotations
 

@@ -154,13 +154,13 @@ def _match_files(pattern: Path) -> list[Path]:
 
 
 def _pair_with_answers(
-    paths: Mapping[Split, Sequence[Path]], answers: Mapping[Split, Sequence[Path]]
+    question_files: Mapping[Split, Sequence[Path]], answer_files: Mapping[Split, Sequence[Path]]
 ) -> dict[Split, list[RowFile]]:
     """Pair the first question file of a split with its first answer file, the second with the second, and so on.
 
     Args:
-        paths: Split -> its question files.
-        answers: Split -> its answer files, for splits whose rows do not contain the answers.
+        question_files: Split -> its question files.
+        answer_files: Split -> its answer files, for splits whose rows do not contain the answers.
 
     Returns:
         The files of each split. In a split without answer files, `RowFile.answers` is None.
@@ -168,21 +168,21 @@ def _pair_with_answers(
     Raises:
         ValueError: A split has answer files, but more or fewer than question files.
     """
-    for split, answer_paths in answers.items():
-        count = len(paths.get(split, ()))
-        if len(answer_paths) == count:
+    for split, answer_paths in answer_files.items():
+        question_count = len(question_files.get(split, ()))
+        if len(answer_paths) == question_count:
             continue
-        question_files = f"{count} question files"
-        if count == 0:
-            question_files = f"no question files (only for {', '.join(paths)})"
-        raise ValueError(f"answers: {split} has {len(answer_paths)} answer files and {question_files}")
+        found = f"{question_count} question files"
+        if question_count == 0:
+            found = f"no question files (only for {', '.join(question_files)})"
+        raise ValueError(f"answers: {split} has {len(answer_paths)} answer files and {found}")
     row_files: dict[Split, list[RowFile]] = {}
-    for split, question_paths in paths.items():
+    for split, question_paths in question_files.items():
         row_files[split] = []
         no_answers = [None] * len(question_paths)
-        answers_of_paths: Sequence[Path | None] = answers.get(split) or no_answers
-        for path, answer_path in zip(question_paths, answers_of_paths, strict=True):
-            row_files[split].append(RowFile(str(path), path, answer_path))
+        answer_paths_or_none: Sequence[Path | None] = answer_files.get(split) or no_answers
+        for question_path, answer_path in zip(question_paths, answer_paths_or_none, strict=True):
+            row_files[split].append(RowFile(str(question_path), question_path, answer_path))
     return row_files
 
 
@@ -420,6 +420,10 @@ class ParsedRow(NamedTuple):
 class QuestionLoader:
     """Loads one split of one task, and counts the rows in a report.
 
+    A split may have no file of its own: it is then cut, by a seed, from the file of a different split. In this class,
+    `file_split` is the split whose file contains the rows: `train` for test questions that are cut from the training
+    file.
+
     Attributes:
         task: The task.
         split: The split to load.
@@ -492,7 +496,11 @@ class QuestionLoader:
         yield from drawn
 
     def _stream_training(self) -> Iterator[Question]:
-        """Yield the training questions in the order of the file, without those that any seed holds out.
+        """Yield the training questions in the order of the file, without those that are held out.
+
+        A question is held out if it is a validation or test question for any of the task's seeds, not only for the
+        loaded one. The training questions are then the same for every seed, so that the teacher has to answer them only
+        once, and no seed tests a model on questions that it was trained on.
 
         The files with validation and test rows are read before the first question is yielded.
         """
@@ -500,13 +508,14 @@ class QuestionLoader:
         for split in _HELD_OUT:
             file_split = self._find_file_split(split)
             if file_split not in entries_of_file:  # both splits may be cut from the same file
+                # Read without the report, which counts only the rows of the split that is loaded.
                 entries_of_file[file_split] = self._read_entries(file_split)
         held_out = splits.collect_held_out(
             entries_of_file,
             cut=self.cut,
             task=self.task.name,
-            seeds=self.task.seeds or (self.seed,),
             loaded_seed=self.seed,
+            other_seeds=[seed for seed in self.task.seeds if seed != self.seed],
         )
         for entry, draft in self._parse_rows(self._find_file_split("train"), self.report):
             reason = held_out.reason_to_drop(entry)
@@ -523,11 +532,11 @@ class QuestionLoader:
         texts of the whole file are never in memory at once.
         """
         file_split = self._find_file_split(self.split)
-        entries_of_file = self._read_entries(file_split, self.report)
-        candidates = self._entries_of_split(entries_of_file, self.split)
-        self._count_dropped("cut_to_another_part", len(entries_of_file) - len(candidates))
-        if self.split == "validation":  # a question that is in validation and in test stays in test
-            test_contents = self._test_contents(file_split, entries_of_file)
+        all_entries = self._read_entries(file_split, self.report)
+        candidates = self._entries_of_split(all_entries, self.split)
+        self._count_dropped("cut_to_another_part", len(all_entries) - len(candidates))
+        if self.split == "validation":  # some sources have a question in both splits; it stays in test
+            test_contents = self._test_contents(file_split, all_entries)
             not_in_test = [entry for entry in candidates if entry.content not in test_contents]
             self._count_dropped("content_in_test", len(candidates) - len(not_in_test))
             candidates = not_in_test
@@ -591,6 +600,7 @@ class QuestionLoader:
         return members
 
     def _read_entries(self, file_split: Split, report: LoadReport | None = None) -> list[SplitEntry]:
+        """Return the entry of every row that `_parse_rows` yields, without its texts."""
         return [parsed.entry for parsed in self._parse_rows(file_split, report)]
 
     def _parse_rows(self, file_split: Split, report: LoadReport | None = None) -> Iterator[ParsedRow]:
@@ -634,7 +644,7 @@ class QuestionLoader:
                 task=self.task.name,
                 split=self.split,
                 fields=draft.fields,
-                gold=draft.accepted[0],
+                gold=draft.accepted[0],  # shown as the right answer; all accepted ones are graded as right
                 accepted=draft.accepted,
                 grade=draft.grade,
                 tolerance=draft.tolerance,

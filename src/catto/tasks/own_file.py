@@ -62,7 +62,7 @@ def from_file(
 
     A single file is the training file. Validation and test are cut from it by seed, 10 % of its rows each, unless they
     have their own files. Training leaves out the questions that any of `seeds` holds out. If both splits are cut, 80 %
-    of the rows are left for training with one seed, and about a third with five.
+    of the rows are left for training with one seed, and about a third with five (0.8^5).
 
     Args:
         path: The file, or split -> file.

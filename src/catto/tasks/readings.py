@@ -1,4 +1,4 @@
-"""An embedded world whose answers are numbers: the sum of two quantities, each read by imprecise instruments.
+"""A generated task whose answers are numbers: the sum of two quantities, each read by imprecise instruments.
 
 Both quantities are whole numbers, drawn uniformly from a scale. Each reading has a stated spread s: a reading that is
 off by d is s^d times as probable as an exact one, and readings never leave the scale. The exact posterior of the sum
@@ -213,7 +213,7 @@ def respond_with_sum(question: Question, temperature: float, seed: int) -> tuple
     value for each quantity. The two values are drawn from their posterior given the readings and that sum.
 
     Args:
-        question: A question of this world.
+        question: A question that `generate_sums` made.
         temperature: The T above; 0 always gives the most probable sum, the smallest in case of a tie.
         seed: Seed of the response.
 
@@ -256,7 +256,7 @@ def judge_sum(question: Question, answer: str, temperature: float, seed: int) ->
     p^(1/T), and wrong with one proportional to (1 - p)^(1/T).
 
     Args:
-        question: A question of this world.
+        question: A question that `generate_sums` made.
         answer: The proposed sum; an answer that is not the sum of two values of the scale is always judged wrong.
         temperature: The T above; at 0, an answer is judged right if p is at least one half.
         seed: Seed of the judgement.
@@ -283,7 +283,7 @@ def state_confidence(question: Question, answer: str, temperature: float) -> str
     That is p^(1/T), normalised over all sums, where p is the posterior probability of the answer.
 
     Args:
-        question: A question of this world.
+        question: A question that `generate_sums` made.
         answer: The teacher's answer, a possible sum of two values of the scale.
         temperature: The T above, greater than 0: the temperature at which the answer was drawn.
 

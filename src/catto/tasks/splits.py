@@ -207,7 +207,8 @@ def normalise_text(text: str) -> str:
 def content_key(draft: Draft) -> bytes:
     """Hash what makes two rows the same question: the normalised fields and options.
 
-    Neither the order of the options nor the gold answer counts.
+    Neither the order of the options nor the gold answer counts. The first 16 bytes of the hash are kept: they are
+    enough to tell rows apart, and take half the memory.
     """
     fields = [normalise_text(value) for value in draft.fields.values()]
     options = sorted(normalise_text(option) for option in draft.options)
@@ -265,6 +266,9 @@ def draw_entries(
 class HeldOutRows:
     """The validation and test rows of every seed, which must not be trained on.
 
+    The reasons are the names under which a report counts the training rows that are left out, such as
+    `content_in_test`.
+
     Attributes:
         contents: Content hash of a held-out row -> the reason to leave out a training row with the same content.
         groups: Group hash of a held-out row -> the reason to leave out a training row of the same group. Empty unless
@@ -284,37 +288,39 @@ def collect_held_out(
     *,
     cut: Cut | None,
     task: str,
-    seeds: Iterable[int],
     loaded_seed: int,
+    other_seeds: Iterable[int],
 ) -> HeldOutRows:
     """Collect the validation and test rows of every seed, with the reasons to leave out training rows because of them.
 
     A training row with the same content as a held-out row is left out. If the training rows are cut from the same file
     as the held-out rows, all rows of a held-out row's group are left out too.
 
+    Which rows are left out does not depend on which of the seeds is loaded, only the reasons do: for a row that several
+    seeds hold out, the loaded seed's reason is given.
+
     Args:
         entries_of_file: All entries of every file with validation or test rows, by the split whose file it is.
         cut: How one of these files is cut; None if every split has its own file.
         task: Name of the task.
-        seeds: All seeds whose held-out rows must not be trained on, including the loaded one.
         loaded_seed: The seed whose training rows are loaded.
+        other_seeds: Further seeds whose held-out rows must not be trained on.
 
     Returns:
-        The held-out rows, with reasons such as `content_in_test` that a report shows.
+        The held-out rows with the reasons.
     """
     held_out = HeldOutRows()
     for split, entries in entries_of_file.items():
         is_cut_by_seed = cut is not None and split == cut.source
-        if is_cut_by_seed:
+        if is_cut_by_seed:  # handled below, for each seed
             continue
         for entry in entries:
             held_out.contents[entry.content] = f"content_in_{split}"
     if cut is None:
         return held_out
     training_rows_are_cut_too = "train" in cut.splits
-    # If several seeds hold out a row, the first reason is kept. It is to be that of the loaded seed.
-    loaded_seed_first = sorted(seeds, key=lambda seed: seed != loaded_seed)  # False sorts before True
-    for seed in loaded_seed_first:
+    # `setdefault` keeps the first reason, so the loaded seed comes first.
+    for seed in (loaded_seed, *other_seeds):
         split_of_group = assign_groups(entries_of_file[cut.source], cut, task, seed)
         for entry in entries_of_file[cut.source]:
             split = split_of_group[entry.group]

@@ -1,4 +1,4 @@
-"""An embedded world: questions whose true posterior is known, and a teacher for them. Nothing is downloaded.
+"""A generated task (a "world"): questions whose true posterior is known, and their teacher. Nothing is downloaded.
 
 A coin lies in one of K boxes, drawn uniformly. Each of n witnesses has a stated reliability r, drawn uniformly from a
 few values. With probability r the witness names the right box, otherwise one of the K - 1 others at random.
@@ -65,7 +65,7 @@ def _softmax(scores: Sequence[float]) -> list[float]:
 
 
 class WitnessWorld(NamedTuple):
-    """The settings of a world: how many options and witnesses a question has, and how reliable witnesses are."""
+    """How questions are generated: how many options and witnesses each has, and how reliable witnesses are."""
 
     options: int
     witnesses: int
@@ -124,9 +124,8 @@ def generate_questions(
     world.check()
     if n is None:
         n = SIZES[split]
-    world_hash = content_hash(
-        [options, witnesses, list(reliabilities)], 6
-    )  # questions from different worlds have different ids
+    # Questions that are generated with different settings have different ids.
+    world_hash = content_hash([options, witnesses, list(reliabilities)], 6)
     prefix = f"witnesses-{world_hash}-{split}-{seed}"
     question_ids = (f"{prefix}-{index}" for index in range(n))
     return (_draw_question(question_id, split, world) for question_id in question_ids)
@@ -211,7 +210,7 @@ def respond(question: Question, temperature: float, seed: int) -> tuple[str, str
     quotes witnesses in their order, mostly those who name the label, and does not state the answer itself.
 
     Args:
-        question: A question of this world.
+        question: A question that `generate_questions` made.
         temperature: The T above; 0 always gives the most probable label, the first in case of a tie.
         seed: Seed of the response.
 

@@ -61,7 +61,8 @@ class AnsweredQuestion(NamedTuple):
 def sft_rows(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
     """Yield a row for every correct response.
 
-    The teacher of the `readings` task adds rows that state a confidence and rows that judge an answer.
+    The built-in teacher of the task `readings`, whose answers are numbers, adds rows that state a confidence and rows
+    that judge an answer. A model that is trained on them can do both, even if it is trained from scratch.
     """
     correct = group.right
     if not settings.reasoning:
@@ -85,7 +86,10 @@ def _stated_confidence_row(group: AnsweredQuestion, response: Response, settings
 
 
 def _correct_judgements(group: AnsweredQuestion, settings: AskSettings) -> Iterator[SftRow]:
-    """Yield a row for every answer, right or wrong, that the teacher of the `readings` task judges correctly."""
+    """Yield a row for every answer, right or wrong, that the teacher of the `readings` task judges correctly.
+
+    Like the other rows for SFT, these must be correct: here, it is the judgement that must be.
+    """
     for response in group.responses:
         if response.label is None:
             continue

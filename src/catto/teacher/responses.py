@@ -386,6 +386,7 @@ def _parse_generation(generation: Generation, question: Question, sampling: Draw
     else:
         label = answer.label
         correct = label == question.gold
+    # A `Response` has no probabilities of tokens (`tops`); its reasoning is set below.
     columns = generation.model_dump(exclude={"reasoning", "tops"})
     return Response(
         **columns,

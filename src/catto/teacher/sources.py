@@ -72,10 +72,10 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
 class BuiltInTeacher(Engine):
     """A teacher that needs no model.
 
-    The teachers `witnesses` and `readings` of the embedded worlds draw from the true posterior at the request's
-    temperature. The teacher `labels`, for answer-first tasks, draws every label with equal probability. Several draws
-    per question give right and wrong answers, so rows and pairs cost nothing. The pairs then carry no information
-    beyond the gold label.
+    The teachers `witnesses` and `readings`, each for the generated task of the same name, draw answers from their true
+    posterior at the request's temperature. The teacher `labels`, for training without reasoning, draws every label with
+    equal probability. Several draws per question give right and wrong answers, so rows and pairs cost nothing. The
+    pairs of `labels` carry no information beyond the gold label.
     """
 
     def __init__(self, name: str, questions: Sequence[Question]) -> None:
@@ -267,7 +267,8 @@ def read_table(place: str) -> Iterator[ResponseTableRow]:
 def _index_by_text(questions: Sequence[Question]) -> dict[str, Question]:
     """Return the questions by the texts that name them: their user messages and, for word labels, their fields.
 
-    Texts are folded by `_fold_text`. A text that several questions share is left out, since it names none of them.
+    Case and white space of the texts are normalised (`_fold_text`). A text that several questions share is left out,
+    since it names none of them.
     """
     ids_of_text: dict[str, set[str]] = defaultdict(set)
     for question in questions:
@@ -287,5 +288,5 @@ def _index_by_text(questions: Sequence[Question]) -> dict[str, Question]:
 
 
 def _fold_text(text: str) -> str:
-    """Fold case and white space."""
+    """Return a text without differences in case and white space: in lower case, with single spaces between words."""
     return " ".join(text.casefold().split())

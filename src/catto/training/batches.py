@@ -61,7 +61,7 @@ class Batch:
     segments: Tensor  # (G, S): 0 for the prompt, k > 0 for its k-th response, -1 for padding
     sequences: Tensor  # (G, S): 0 for the common beginning of all prompts, k > 0 for the k-th sequence, -1 for padding
     position_ids: Tensor  # (G, S)
-    counts: Tensor  # (G, S): how many of the first `num_balanced` rows of `lay_out_rows` contain each token
+    counts: Tensor  # (G, S): number of rows with each token, as its weight in a mixture of experts' balancing loss
     source: Tensor  # (N, 2): (line, column) of the position that predicts each scored token
     trl_index: Tensor  # (N, 2): (row, column) of each scored token in TRL's shifted tensors, without the first token
     targets: Tensor  # (N,): the scored tokens themselves
@@ -502,7 +502,7 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor
     scored_tokens = []
     for row_ids, mask, length, start in zip(ids, masks, lengths, starts, strict=True):
         rows.append(Row(prompt=row_ids[:start], completion=row_ids[start:length]))
-        scored_tokens.append(np.flatnonzero(mask) - start)
+        scored_tokens.append(np.flatnonzero(mask) - start)  # negative if a user's mask selects tokens of the prompt
     queries = []
     if "label_at" in our_tensors:
         queries = _make_label_queries(rows, our_tensors)

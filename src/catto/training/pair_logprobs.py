@@ -159,7 +159,10 @@ def _score_tokens(model: Any, rows: Sequence[Row], pad: int, *, share_prompts: b
 
 
 def _sum_pair(pair: TokenizedPair, chosen: Sequence[float], rejected: Sequence[float]) -> PairLogprobs:
-    """Sum the log-probabilities of each response. The tokens that both responses begin with are left out.
+    """Sum the log-probabilities of each response.
+
+    The tokens that both responses begin with are left out. They cancel in the difference of the two sums, which is what
+    the sums are used for, and rounding could turn a tie into a difference.
 
     chosen, rejected: The log-probability of every token of the two responses.
     """

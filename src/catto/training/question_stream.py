@@ -263,9 +263,9 @@ def make_example(
     if votes is not None:
         total = sum(votes.values())
         target = tuple(votes[label] / total for label in question.labels)
-    label = Label(at=len(position.ids), candidates=candidates, gold=gold, target=target)
+    label = Label(at=len(position.ids_before), candidates=candidates, gold=gold, target=target)
     # The row ends with a label. Any label would do, since the outcome term reads the row only up to it.
-    completion = [*position.ids, candidates[gold]]
+    completion = [*position.ids_before, candidates[gold]]
     return Example(question.id, Row(prompt, completion), label)
 
 
@@ -294,7 +294,7 @@ def find_label_position(
     labels = question.labels
     texts = [option.text for option in question.options]
     reached_token_limit = generation.finish_reason == "length"
-    with suppress(UnreadableLabelError):  # the label may be written in a form in which labels share their tokens
+    with suppress(UnreadableLabelError):  # labels may share tokens as the response writes them, such as in capitals
         position = locate_label(engine.tokenizer, ids, labels, texts, cut=reached_token_limit)
         if position is not None and position.needed_length <= room and has_single_tokens(position, labels):
             return position

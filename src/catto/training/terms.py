@@ -27,7 +27,9 @@ class CalibrationTerm(NamedTuple):
 def surrogate_term(stats: TokenStats, mask: Tensor, config: CATTOConfig) -> CalibrationTerm:
     """Compute a term that compares the confidence of tokens with the surrogate of their correctness (paper Eq. 7).
 
-    It is the mean over pairs of the chosen response's loss plus the rejected response's loss.
+    The confidence of a token is c = max(p_t, p_r), and the surrogate is s = sigmoid(p_t - p_r). Here p_t is the
+    probability of the token itself, and p_r that of its rival, the most probable other token. The term is the mean over
+    pairs of the chosen response's loss plus the rejected response's loss.
 
     Args:
         stats: Statistics of the 2 B responses, (2 B, T) each, chosen responses first.

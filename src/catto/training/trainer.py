@@ -590,9 +590,9 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         pair_rows = len(layout.rows)  # two per pair
         extras = list(TRL_EXTRAS)
         if args.weight and args.calibration == "bce":
-            extras.append("log_doubt")
+            extras.append("log_doubt")  # log(1 - c), where c is the confidence of a token
         if self.needs_squared_mass:
-            extras.append("log_sum_sq")
+            extras.append("log_sum_sq")  # log sum_j p_j^2, by which TRL then weights the pairs
         options = {
             "pad": self.data_collator.pad_token_id,
             # The load-balancing loss of a mixture of experts belongs to TRL's loss, which does not read the stream.
