@@ -463,7 +463,7 @@ def count_head(head: str, config: Any, batch: Batch, dtype: torch.dtype) -> Head
         hidden = torch.empty(len(batch.targets), config.hidden_size, dtype=dtype, requires_grad=True)
         weight = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, requires_grad=True)
         targets = fake.from_tensor(batch.targets)
-        place = fake.from_tensor(batch.place)
+        place = fake.from_tensor(batch.trl_index)
         with count_with(OperationCounter()) as counter:
             if head == "dpo":
                 options = (1.0, CHUNK, None, 1.0, DPO_OUTPUTS)

@@ -36,8 +36,8 @@ CASES = ["narrow, full, shared", "narrow, full", "deep, bf16", "untied, LoRA bf1
 def test_stated_memory_is_what_a_step_of_a_small_model_holds(name: str) -> None:
     """To 4 % of the bytes of the tensors of a real step; `benchmarks/memory.py` has more cases, all within 7 %."""
     steps = importlib.import_module("memory")
-    case = steps.small()[name]
-    assert steps.stated(case).peak == pytest.approx(steps.counted(case), rel=0.04)
+    case = steps.make_small_cases()[name]
+    assert steps.state_memory(case).peak == pytest.approx(steps.count_peak_bytes(case), rel=0.04)
 
 
 def test_adapters_are_counted_as_peft_makes_them() -> None:
