@@ -206,7 +206,7 @@ class GradedAnswers(Confidences):
             order. Empty if there is no `by` column.
 
         Raises:
-            DataError: There are more than MAX_SLICES values.
+            DataError: There are more than MAX_SLICES values, so the column seems to have ids and not categories.
         """
         rows_with: dict[str, list[int]] = {}
         for row, value in enumerate(self.by or ()):
@@ -291,24 +291,24 @@ def read_confidences(path: Path, names: ColumnNames | None = None) -> Confidence
     names = names or ColumnNames()
     _refuse_several_truths(path, names)
     columns = _read_columns(path, names)
-    read_as = _keep_parse_kinds(path, columns.get("source"))
     confidence = np.array(columns["confidence"], dtype=np.float64)
     correct = None
-    # `_choose_correctness` never chooses both of these columns.
+    # There is at most one of these two columns: `_choose_correctness`, which `_read_columns` calls, decides which one.
     if "correct" in columns:
         correct = np.array(columns["correct"], dtype=np.bool_)
     elif "gold" in columns:
         with data_errors_at(path):
             graded = _grade_answers(confidence, gold=columns["gold"], answer=columns.get("answer"), names=names)
-        # With `names.positive`, the file has the probability of that label, but `graded` has that of the answer.
+        # With `names.positive`, the column has the probability of that label. Grading turns it into the probability of
+        # the answer, which is the more probable of two labels.
         confidence = graded.confidence
         correct = graded.correct
     answers = Confidences(
         source=path,
         confidence=confidence,
         question=columns.get("question"),
-        read_as=read_as,
-        by=columns.get("by"),
+        read_as=_find_how_parsed(path, columns.get("source")),  # this `source` is a column of catto's predictions
+        by=columns.get("by"),  # the column that divides the answers into slices
     )
     if correct is None:
         return answers
@@ -328,24 +328,27 @@ def _refuse_several_truths(path: Path, names: ColumnNames) -> None:
         raise DataError(path, None, f"{' and '.join(options)}: each says which answers are right; give only one")
 
 
-def _keep_parse_kinds(path: Path, sources: list[str] | None) -> list[str] | None:
-    """Return the column `source` if it says how answers were parsed.
+def _find_how_parsed(path: Path, source_column: list[str] | None) -> list[str] | None:
+    """Return how each answer was parsed, if the column `source` says so.
+
+    In predictions of catto, it does: it contains only `free`, `plain`, `fallback` and `none` (see `ParseCounts`). In
+    other files it may have another meaning, such as the dataset of each row.
 
     Args:
         path: The file, for the error message.
-        sources: The column; None if the file has none.
+        source_column: The column; None if the file has none.
 
     Returns:
-        The column. None if there is no such column, or if it has another meaning, such as the dataset of each row.
+        The column. None if there is no such column, or if it has another meaning.
 
     Raises:
         DataError: Only some rows say how their answers were parsed.
     """
-    if sources is None:
+    if source_column is None:
         return None
-    values = set(sources)
+    values = set(source_column)
     if values <= {"free", "plain", "fallback", "none"}:
-        return sources
+        return source_column
     # A missing cell is read as "None". An incomplete column is an error only if it contains "fallback": the other words
     # may have another meaning, such as `free` next to rows without a price.
     is_incomplete = values <= {"free", "plain", "fallback", "None"}
@@ -421,7 +424,7 @@ def _read_columns_by_row(path: Path, names: ColumnNames) -> dict[str, Any]:
     for row, fields in read_answers(path, names):
         try:
             is_first_row = not steps
-            if is_first_row:
+            if is_first_row:  # it decides for all rows which columns are read
                 for name, (reader, field) in _choose_readers(fields, names).items():
                     columns[name] = []
                     steps.append(_ColumnStep(columns[name].append, reader.read_cell, field))
@@ -445,7 +448,8 @@ def _choose_readers(first: Fields, names: ColumnNames) -> dict[str, _FieldReader
     Returns:
         Name of the column -> its reader. There is always one for `confidence`. What shows which answers are right is
         `correct`, or `gold` and `answer`, or nothing (`_choose_correctness`). There are readers for `question` and
-        `source` if the row has these fields, and for `by` if the user named it.
+        `source`, which may say how an answer was parsed, if the row has these fields. There is one for `by`, which
+        divides the answers into slices, if the user named it.
 
     Raises:
         ValueError: The row lacks the confidence or a column that the user named.
@@ -512,7 +516,7 @@ def _choose_correctness(first: Fields, names: ColumnNames) -> dict[str, _FieldRe
     gold = names.gold or "gold"
     _require_column(first, gold)
     readers = {"gold": _FieldReader(TEXT, gold)}
-    if names.positive is not None:
+    if names.positive is not None:  # no column has the answer: it follows from the probability of that label
         return readers
     prediction = names.prediction or "label"
     # The answer of a row without a label is its most probable label.
@@ -582,7 +586,10 @@ def _grade_probability(confidence: Floats, gold: list[str], names: ColumnNames) 
 
 
 def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
-    """Raise ValueError if no answer is right although there are several labels with many answers each."""
+    """Raise ValueError if no answer is right although there are several labels with many answers each.
+
+    With few answers, or if all of them give the same label, they may simply all be wrong.
+    """
     answer_labels = {label for label in answer if label is not None}
     gold_labels = set(gold)
     several_labels = len(answer_labels) > 1 and len(gold_labels) > 1
@@ -597,7 +604,8 @@ def _refuse_two_spellings(answer: list[str | None], gold: list[str]) -> None:
 def _refuse_probability_of_label(confidence: Floats, answer: list[str | None], names: ColumnNames) -> None:
     """Raise ValueError if the column seems to have the probability of one label, and not that of the answer.
 
-    This is so if there are two labels, and the confidence is below 0.5 exactly where the answer is one of them.
+    This is so if there are two labels, and the confidence is below 0.5 exactly where the answer is one of them. In a
+    few rows, that may be chance.
     """
     is_below_half = confidence < 0.5
     labels_above = set()

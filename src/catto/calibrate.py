@@ -126,7 +126,7 @@ class Fitted:
     def digest(self) -> str:
         """Identifies the calibrator: calibrators with equal digests give equal confidences."""
         identity: list[object] = [self.on, self.calibrator.model_dump()]
-        if self.confidence_kind is not None:
+        if self.confidence_kind is not None:  # else the digest is that of versions without this field
             identity.append(self.confidence_kind)
         return content_hash(identity)
 
@@ -139,9 +139,10 @@ class Fitted:
             raise ValueError(f"the calibrator was fitted on the confidence kind {own_kind}, but {given}")
 
     def calibrate_samples(self, predictions: Sequence[Prediction]) -> list[Prediction]:
-        """Return samples with calibrated confidences; a sample without an answer gets confidence 0.
+        """Return samples with calibrated confidences.
 
-        A calibrator for final answers leaves the samples unchanged: it is applied after one of them is chosen.
+        A sample without an answer is never right, so it gets confidence 0 whatever the calibrator makes of it. A
+        calibrator for final answers leaves all samples unchanged: it is applied after one of them is chosen.
 
         Raises:
             ValueError: A sample has a different kind of confidence, or lacks label log-probabilities that are needed.
@@ -154,10 +155,14 @@ class Fitted:
         if self.on == "confidence":
             confidences = self.calibrate_confidences([prediction.confidence for prediction in predictions]).tolist()
         else:
-            confidences = [self.find_label_confidence(row.label_logprobs, row.label, row.name) for row in predictions]
+            confidences = []
+            for prediction in predictions:  # 0 for a sample without a label, which may have no log-probabilities
+                confidence = self.find_label_confidence(prediction.label_logprobs, prediction.label, prediction.name)
+                confidences.append(confidence)
         calibrated = []
         for prediction, confidence in zip(predictions, confidences, strict=True):
-            if prediction.choice is None:
+            has_answer = prediction.choice is not None
+            if not has_answer:
                 confidence = 0.0
             calibrated.append(prediction.model_copy(update={"confidence": confidence}))
         return calibrated
@@ -284,7 +289,7 @@ def fit_answers(
         side = "right" if all_right else "wrong"
         raise DataError(path, None, f"all {len(answers)} answers are {side}: fitting needs both right and wrong ones")
     question_digests = None
-    if answers.question is not None:
+    if answers.question is not None:  # `count_fit_questions` later finds answers to the same questions
         question_digests = _digest_questions(answers.question)[:MANY_QUESTIONS]  # the smallest: they are sorted
     with data_errors_at(manifest_path(path), field="notes: "):  # the protocol in the manifest may be invalid
         return Fitted(
@@ -386,7 +391,7 @@ def open_fitted(path: Path, on: On | None = None) -> Fitted:
     if on is not None:
         attributes["on"] = on
     with data_errors_at(manifest_file, value=manifest.notes, field="notes."):
-        return Fitted(**attributes)
+        return Fitted(**attributes)  # ignores notes that are not among its fields, such as `fitted_on`
 
 
 def _digest_questions(questions: Iterable[str]) -> tuple[str, ...]:
@@ -651,6 +656,7 @@ def fit_threshold(path: Path, risk: float, delta: float, out: Path) -> RiskThres
     if stop is not None:
         advice = f"run catto select on other questions with --stop {stop}, and use those answers"
         raise DataError(path, None, f"--stop {stop} was chosen on these questions: {advice}")
+    # Stored with the threshold, whose guarantee holds only for answers that are made in the same way.
     made_with = {name: notes.get(name) for name in ("protocol", "calibrator", "models")}
     threshold = find_threshold(read_graded(path), risk, delta, made_with)
     record_files.write_record(out, threshold)

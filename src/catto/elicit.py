@@ -119,7 +119,7 @@ def check_kinds(kinds: Sequence[str], questions: Sequence[Question], k: int) -> 
         raise ValueError("no kind of confidence is given")
     known: list[ConfidenceKind] = []
     for name in kinds:
-        kind = next((kind for kind in CONFIDENCE_KINDS if kind == name), None)
+        kind = next((kind for kind in CONFIDENCE_KINDS if kind == name), None)  # `name` may be any string
         if kind is None:
             raise ValueError(f"confidence kind {name!r} is not one of {', '.join(CONFIDENCE_KINDS)}")
         if kind in known:
@@ -239,7 +239,7 @@ def judge_answers(
     Returns:
         The id of a proposal -> its judgement. Proposals that a server refused are left out.
     """
-    if not proposals:
+    if not proposals:  # a run needs at least one question
         return {}
     chats: dict[str, tuple[Message, ...]] = {}  # id of a proposal -> the messages that ask for its judgement
     for proposal in proposals:
@@ -469,13 +469,13 @@ class Elicitation:
     def _write(
         self, out: Path, run: EvaluationRun, predictions: Sequence[Prediction], proposals: Sequence[Proposal]
     ) -> None:
-        """Write the predictions, and the refused requests to a file next to them."""
+        """Write the predictions, and to a file next to them the refused requests, which the generations' run stored."""
         refusals = run.read_published(sibling_path(out, "generations"), ScoredGeneration).refusals
         refused = refused_path(out)
         if refusals:
             write_records(refused, refusals)
         else:
-            refused.unlink(missing_ok=True)
+            refused.unlink(missing_ok=True)  # from an earlier run, whose refused requests have been answered since
         write_records(out, predictions, self._make_manifest(run, predictions, refusals, proposals))
 
     def _make_manifest(
@@ -496,7 +496,7 @@ class Elicitation:
             missing = sum((prediction.confidences or {}).get(kind) is None for prediction in predictions)
             counts[f"without_{kind}"] = missing
         notes = {**manifest.notes, "confidence_kinds": list(self.kinds)}
-        identity = content_hash([manifest.recipe_hash, list(self.kinds)])
+        identity = content_hash([manifest.recipe_hash, list(self.kinds)])  # other kinds give other confidences
         return manifest.model_copy(update={"counts": counts, "notes": notes, "recipe_hash": identity})
 
     def _count_judgement_tokens(self, proposals: Sequence[Proposal]) -> int:

@@ -28,7 +28,7 @@ from catto.answer.confidence import (
     read_token_answers,
     score_labels,
 )
-from catto.answer.forms import VERSION
+from catto.answer.forms import VERSION as PARSER_VERSION
 from catto.answer.tokens import check_labels
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
 from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
@@ -561,8 +561,9 @@ class EvaluationRun:
         collected = self._read_journal(journal)
         missing = [key for key in self.keys if key not in collected.records and key not in collected.refusals]
         asked_again = list(collected.refusals) if self.settings.retry_refused else []
-        if missing or asked_again:
+        if missing or asked_again:  # otherwise nothing is generated
             self._check_labels()
+        # Raises an error if too many questions are refused.
         cap = RefusalCap(self.settings.max_refused, collected.records, collected.refusals)
         chunk_length = self._count_keys_per_chunk()
         for start in range(0, len(missing), chunk_length):
@@ -639,7 +640,7 @@ class EvaluationRun:
         for outcome in group:
             collected.add(outcome)
             cap.count(outcome)
-        if self.settings.progress is not None and collected.records:
+        if self.settings.progress is not None and collected.records:  # an accuracy needs at least one record
             total = len(self.keys) - len(collected.refusals)
             self.settings.progress(len(collected.records), total, collected.correct)
 
@@ -656,6 +657,7 @@ class EvaluationRun:
             if refusal.key not in stored:  # a record replaces an older refusal
                 refusals[refusal.key] = refusal
         expected = [key for key in self.keys if key not in refusals]
+        # Not strict: rows are compared first, because the error for the first wrong row says more than the numbers.
         for row, (record, key) in enumerate(zip(records, expected, strict=False), 1):
             if record.key != key:
                 question, sample = key
@@ -669,7 +671,8 @@ class EvaluationRun:
     def make_manifest(self, kind: type[R], records: Sequence[R] = (), refused: Sequence[Refusal] = ()) -> Manifest:
         """Make the manifest that identifies a run and, once it has records, also counts them.
 
-        The hash covers the settings, the prompts and, for predictions, the parser's version.
+        The hash covers the settings, the prompts and, for predictions, the parser's version. Generations can be read by
+        any version of the parser, so their hash does not include it.
 
         Args:
             kind: Prediction or ScoredGeneration.
@@ -680,16 +683,21 @@ class EvaluationRun:
             The manifest. Its hash is the same before and after the run.
         """
         hashed = self._hashed_settings()
-        parser = VERSION if kind is Prediction else None
-        identity = [hashed, asked_hash(self.asked.values()), parser]
+        # `k` and `temperature` are noted for `check_settings`, which compares them with the options of a later command.
+        # They are not hashed: `temperatures`, with one entry per sample, already is. The options have room for one
+        # temperature only, so it is not noted if the samples have different ones.
         notes = {**hashed, "k": self.settings.k}
         if len(set(self.temperatures)) == 1:
             notes["temperature"] = self.temperatures[0]
-        if parser is None:
-            # The limit for closing unfinished responses, which may happen later without the model.
-            notes["positions"] = self.engine.positions
+        parser_version = None
+        if kind is Prediction:
+            parser_version = PARSER_VERSION
+            notes["parser"] = parser_version
         else:
-            notes["parser"] = parser
+            # Stored generations are read later, usually without loading the model. A response without an answer is then
+            # closed, which must not make it longer than the model allows.
+            notes["positions"] = self.engine.positions
+        identity = [hashed, asked_hash(self.asked.values()), parser_version]
         return Manifest(
             kind=PLURALS[kind],
             counts=self._count_outcomes(kind, records, refused),

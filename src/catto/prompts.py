@@ -342,7 +342,7 @@ def open_fingerprint() -> str:
                 id="probe", task=task, split="test", fields={"question": "q"}, gold="1", accepted=("1",), grade=grade
             )
             rendered.append([task, *_list_open_prompts(question)])
-    for task in WORDING:
+    for task in WORDING:  # answers to questions with labels are judged too
         rendered.append(_list_open_prompts(_probe_questions(task)[0]))
     return content_hash(rendered)
 

@@ -298,7 +298,7 @@ def _answer_first(number_of_rows: int) -> Dataset:
 
 def test_it_asks_for_labels_and_for_nothing_else() -> None:
     rows = pairs.dataset(pairs.preference_rows())
-    with pytest.raises(ValueError, match=r"no column 'labels', which preference_tokens 'reasoning' reads"):
+    with pytest.raises(ValueError, match=r"lacks columns that preference_tokens 'reasoning' needs: 'labels'"):
         made(CATTOTrainer, CATTOConfig, rows=rows.remove_columns("labels"), **REASONING)
     made(CATTOTrainer, CATTOConfig, rows=rows.remove_columns(["gold", "correctness_rate"]), **REASONING)
 

@@ -457,8 +457,9 @@ def request_continuation(engine: ServerEngine, case: Case, answer: Answer | Refu
         answer: The result of `read_reply` for this reply, without a continuation.
 
     Returns:
-        The request. None if no log-probability is missing, `answer` is a refusal, the server cannot continue this
-        text, or the reply has an answer and `max_candidates` is not larger than `top_logprobs`.
+        The request. None if no log-probability is missing, the server cannot continue this text, or the reply has an
+        answer and `max_candidates` is not larger than `top_logprobs`. None as well if `answer` is a refusal, because
+        `read_reply` then returns the same refusal with any continuation.
     """
     text = case.generation.text
     # `label_logprobs` is None unless the log-probabilities of all labels are known.
@@ -633,7 +634,7 @@ def _read_written_label(
 
 def _read_most_probable(question: LabelledQuestion, candidates: Mapping[str, float]) -> Answer:
     """Read the most probable label from the candidates for the next token; `NO_ANSWER` if they do not determine it."""
-    forms = {label: label for label in question.labels}
+    forms = {label: label for label in question.labels}  # no label was written whose case the others would follow
     logprobs = read_label_logprobs(forms, candidates)
     if not logprobs:
         return NO_ANSWER

@@ -12,7 +12,7 @@ from typing import Self
 
 from catto.errors import DataError
 
-MAX_REPLY_BYTES = 64
+MAX_REPLY_BYTES = 64  # a longer reply is invalid anyway, and may never end
 
 
 class EquivalenceProcess:

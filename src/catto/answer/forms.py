@@ -395,6 +395,7 @@ class FormReader:
             if inner is not None:
                 i, j = inner
                 continue
+            # A match reaches the end and is short, so only the last characters are searched, which takes constant time.
             is_correct = CORRECT_AT_END.search(self.folded, max(i, j - MAX_CORRECT), j)
             if is_correct is not None:
                 states_answer = True
@@ -446,7 +447,8 @@ class FormReader:
         Args:
             i: Start of the part.
             j: End of the part.
-            may_be_grouped: Whether the label may be enclosed in marks of its own, as in "(B) the dog".
+            may_be_grouped: Whether the label may be enclosed in marks of its own, as in "(B) the dog". False inside
+                such marks, so that the recursion with `read_between` ends.
 
         Returns:
             The label; None if the rest is not its own option's text, or nothing separates the two.

@@ -392,7 +392,7 @@ def _read_plain(text: str, tags: Sequence[Tag], choices: Choices) -> LabelReadin
         return None
     # The body has no think tags, and the caller found no `<answer>` in it, so any tag in it is `</answer>`.
     lone_closing = next((tag for tag in tags if tag.start >= start), None)
-    if lone_closing is not None:
+    if lone_closing is not None:  # the answer is before this tag, and text after it may revise the answer
         is_followed_by_text = bool(text[lone_closing.end :].strip())
         if is_followed_by_text:
             return None

@@ -447,7 +447,7 @@ def _split_paths(tokenizer: Any, paths: Mapping[str, TokenIds], head: str) -> Br
     Raises:
         UnreadableLabelError: A different label begins with all tokens of a label.
     """
-    if len(paths) == 1:
+    if len(paths) == 1:  # the other labels cannot be written in this form
         return Branches(shared=(), paths=paths)
     shared = count_common(*paths.values())
     cut_paths = {}

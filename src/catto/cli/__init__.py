@@ -188,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = None if arguments is None else list(arguments)
     try:
         run_command = _build_command()
+        # In its standalone mode, typer would print errors itself. Without it, they reach the handlers below, and the
+        # exit code is returned: 130 after Ctrl-C, None if the command returned normally.
         exit_code = run_command(args=given, prog_name="catto", standalone_mode=False)
         sys.exit(exit_code or 0)
     except UsageError as error:
@@ -197,9 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.errno is None:  # raised by a library and not by the operating system, so not a problem of the input
             raise
-        if error.filename is None:
-            refuse(str(error.strerror))
-        refuse(f"{error.filename}: {error.strerror}")
+        problem = str(error.strerror)
+        if error.filename is not None:
+            problem = f"{error.filename}: {problem}"
+        refuse(problem)
 
 
 def _refuse_usage(error: Any) -> NoReturn:

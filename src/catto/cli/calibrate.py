@@ -219,14 +219,15 @@ def threshold(
     require_writable_file("--out", out, ".json", source=file)
     risk_threshold = fit_threshold(file, target_risk, failure_probability(confidence_level), out)
     is_calibrated = risk_threshold.calibrator is not None
-    # The number of questions that the calibrator was fitted on too; None if this is not known.
-    shared_questions = read_manifest(file).notes.get("fitted_on")
-    if is_calibrated and shared_questions is None:
+    # The note is the number of these questions that the calibrator was fitted on too; it is None if that is not known.
+    # `fit_threshold` has refused any number above 0, so a warning is needed only for None.
+    is_overlap_known = read_manifest(file).notes.get("fitted_on") is not None
+    if is_calibrated and not is_overlap_known:
         warn(
             f"{file}: the questions that its calibrator was fitted on are unknown; "
             "the guarantee holds only if none of them is in this file"
         )
-    say(describe_threshold(risk_threshold, risk_threshold.rows))
+    say(describe_threshold(risk_threshold, rows=risk_threshold.rows))
     protocol = risk_threshold.protocol
     say(f"It applies to the {protocol.rule} of {protocol.k} at temperature {protocol.temperature:g}. Wrote {out}.")
 
@@ -256,7 +257,7 @@ def _show_model_fit(model_fit: ModelFit, file: Path, seed: int) -> None:
         say("It was fitted on these answers, so measure it on different ones.")
     else:
         say(f"These answers determine the threshold; the calibrator was fitted on {fitted.rows:,} different ones.")
-        say(describe_threshold(threshold, threshold.rows))
+        say(describe_threshold(threshold, rows=threshold.rows))
 
 
 def _choose_input(method: CalibratorName, on: CalibratorInput | None) -> CalibratorInput:

@@ -280,7 +280,7 @@ def find_own_task(task: str | None, questions: QuestionFileOptions = NO_FILE) ->
         refuse(f"--fields: needed with --file; catto data --file {shlex.quote(questions.file[0])} proposes it")
     columns = _parse_fields(questions.fields)
     files = parse_question_files(questions.file)
-    answers = parse_answer_files(questions.answers, files) or None
+    answers = parse_answer_files(questions.answers, files) or None  # the setting is None if there are no such files
     # Without validation by pydantic: the function that makes the task, or the recipe, checks the settings.
     settings = TaskSettings.model_construct(
         files=files,

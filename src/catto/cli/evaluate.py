@@ -173,6 +173,7 @@ def evaluate(
         kinds = elicit.check_kinds(kind or [default_kind], asked, k)
         if equivalent is not None and has_labels:
             refuse("--equivalent: only for questions without options")
+        # Refuses a folder with finished predictions that were made with other settings.
         predict.check_settings(predictions, {**sampling, **_name_engine_settings(model, engine, k)})
         with show_run() as shown, _open_equivalence(equivalent) as equivalence:
             bar = Bar(shown, "answering")
@@ -182,12 +183,13 @@ def evaluate(
                 kinds,
                 equivalent=equivalence,
                 out=predictions,
+                # With other kinds of confidence, answers are graded only once all have arrived.
                 progress=partial(_show_progress, bar, has_accuracy=kinds == ["label"]),
                 retry_refused=retry_refused,
                 max_refused=max_refused,
                 **sampling,
             )
-            bar.print_line()
+            bar.print_line()  # the final numbers, if stderr is not a terminal with a visible bar
     for note in loaded.report.notes:
         say(f"{loaded.report.task}: {note}")
     _print_predictions(predictions)

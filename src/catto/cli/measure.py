@@ -148,7 +148,8 @@ def measure(
         _refuse_repeated_questions(file, answers)  # the guarantee needs independent answers
     other_answers = None
     if compare is not None:  # a bad file is refused before the long computation
-        other_answers = read_graded(compare, replace(names, by=None), columns.unparsed)
+        names_without_slices = replace(names, by=None)  # only whole files are compared
+        other_answers = read_graded(compare, names_without_slices, columns.unparsed)
 
     # `document` is printed with --json, and `sentences` below the tables without it.
     measured = measure_slices(file, answers, settings, by)
@@ -166,7 +167,7 @@ def measure(
         delta = failure_probability(confidence_level)
         threshold = risk.threshold_for_risk(answers.confidence, answers.correct, target_risk, delta)
         document["target_risk"] = _to_json(threshold)
-        sentences.append(describe_threshold(threshold, len(answers)))
+        sentences.append(describe_threshold(threshold, rows=len(answers)))
     if figure is not None:
         _draw_reliability(figure, measured)
         sentences.append(f"Wrote {figure}.")

@@ -51,7 +51,8 @@ def report(
             models, columns.column_names(), out, task=task, unparsed=columns.unparsed, baseline=baseline
         )
         bar = Bar(shown, "measuring")
-        page = build_report(results, out, out, lambda done, total: bar.update(done, total, ""))
+        # `results_of_files` has written the predictions to the folder of the report.
+        page = build_report(results, folder=out, out=out, progress=lambda done, total: bar.update(done, total, note=""))
     say(f"Wrote {page}.")
 
 

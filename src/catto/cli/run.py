@@ -90,8 +90,8 @@ def run_missing(
     """
     from catto.pipeline.plan import check_places, store_recipe
 
-    refuse_windows()
-    check_places(source, recipe)
+    refuse_windows()  # on Windows, checking whether another run is alive would end it
+    check_places(source, recipe)  # a missing file is found before anything runs
     if repair:
         for stage in runner.set_damaged_aside(root, goals):
             console.warn(f"{stage.name}: damaged, will be run again; the damaged folder is kept and ends in .damaged")
@@ -100,7 +100,7 @@ def run_missing(
     with show_run() as shown:
         if execute is None:  # other machines may have different devices and libraries
             _rehearse(source, missing)
-        store_recipe(root, recipe)
+        store_recipe(root, recipe)  # so that `catto stage` can find the stages by their keys
         display = RunDisplay(shown, root, goals)
         if retry_refused:
             runner.forget_refused(root, goals)
@@ -278,9 +278,9 @@ def stage(
     """
     from catto.pipeline.plan import find_stage
 
-    refuse_windows()
+    refuse_windows()  # on Windows, checking whether another run is alive would end it
     wanted = find_stage(folder, key, recipe)
-    # Another machine may have finished them a moment ago; a network file system shows this with a delay.
+    # Another machine may have finished the needed stages a moment ago. A network file system shows this with a delay.
     missing = runner.wait_for_stages(folder, wanted.needs.values(), wanted.name)
     if missing:
         console.refuse(f"{wanted.name} needs unfinished stages: {join_names(missing)}")
@@ -290,7 +290,12 @@ def stage(
     if wanted.kind == "train":
         console.require_package("torch", "train", "training")
     with show_run() as shown:
-        ending = runner.run_stage(folder, wanted, Bar(shown, wanted.name).update, set())
+        ending = runner.run_stage(
+            folder,
+            wanted,
+            progress=Bar(shown, wanted.name).update,
+            verified_folders=set(),  # none: this process has not read the files of any stage yet
+        )
     if ending.outcome == "failed":
         console.warn(f"{wanted.name}: {ending.problem}; its log: {ending.log}")
         sys.exit(1)

@@ -277,7 +277,7 @@ def _make_protocol(rows: list[Prediction], final: FinalOptions, fitted_protocol:
         temperature=temperatures.pop(),
         fallback=fallback,
         stop=stop,
-        confidence_kind=None if kind == "label" else kind,
+        confidence_kind=None if kind == "label" else kind,  # in a protocol, None stands for "label"
     )
 
 

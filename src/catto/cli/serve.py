@@ -188,7 +188,8 @@ def serve(
         calibration = _read_calibration(model_folder, None)
         protocol = _check_kind(_choose_protocol(answering, calibration), served)
         say(f"Using the calibrator of {model_folder}.")
-    can_force_label = engine.can_continue  # a label is forced by continuing the response
+    # If a response has no readable answer, a label is forced by continuing the response. Not every server can do this.
+    can_force_label = engine.can_continue
     if protocol.fallback is not None and not can_force_label:
         protocol = protocol.model_copy(update={"fallback": "none"})
     _warn_about_protocol(protocol, engine.model, calibration)
@@ -203,7 +204,7 @@ def serve(
     shown_host = f"[{options.host}]" if ":" in options.host else options.host  # an IPv6 address needs brackets
     say(f"Serving {engine.model} from {engine.base_url} at http://{shown_host}:{port}/v1")
     gateway = Gateway(answerer, served.labels, protocol, limits, options.log)
-    _report_alarm(gateway.log)
+    _report_alarm(gateway.log)  # the log of earlier runs may contradict the promised error rate
     run_gateway(gateway, options.host, port)
 
 
@@ -405,9 +406,9 @@ def _warn_about_protocol(protocol: Protocol, model: str, calibration: ServedCali
             f"{calibration.calibrator_path}: was fitted on answers with {fitted.protocol!r}, but this gateway uses "
             f"{protocol!r}: no answer is calibrated"
         )
-    has_other_model = risk_threshold is not None and risk_threshold.models and model not in risk_threshold.models
-    if risk_threshold is not None and has_other_model:
-        models = ", ".join(risk_threshold.models)
+    fitted_models = () if risk_threshold is None else risk_threshold.models  # empty if the threshold lists none
+    if fitted_models and model not in fitted_models:
+        models = ", ".join(fitted_models)
         warn(f"{threshold_path}: was fitted on answers of {models}: no answer of {model} has the guarantee")
 
 

@@ -512,7 +512,7 @@ def decode_responses(
             if not rows_to_keep:
                 return
             has_finished_rows = len(rows_to_keep) < len(unfinished)
-            if has_finished_rows:
+            if has_finished_rows:  # otherwise nothing is selected, because that copies the whole cache
                 batch.select(rows_to_keep)
                 tokens = tokens[rows_to_keep]
                 unfinished = [unfinished[row] for row in rows_to_keep]

@@ -65,6 +65,7 @@ class RefusalCap:
         has_limit = self.max_share < 1
         if not has_limit:
             return
+        # With many samples per question, 20 requests are sent long before 20 questions have been asked.
         if not self._has_answers and self._refused_requests >= MIN_QUESTIONS:
             raise self._error(f"all of the first {self._refused_requests} requests were refused", outcome)
         refused = len(self._refused)
@@ -162,11 +163,11 @@ def _replace_quotations(line: str, prompt: str) -> str:
 
 
 def _find_quotation(line: str, prompt: str, *, start: int, end: int) -> tuple[int, int] | None:
-    """Find the first quotation of at least 20 characters that begins in line[start:end].
+    """Find the first quotation that begins in line[start:end]: at least 20 characters that are also in the prompt.
 
     Looking for a text in a prompt of 1 MB takes about 10 ms, so the search skips positions where possible. A quotation
-    that begins at one of the next 11 positions contains the last 10 of the next 20 characters. If these 10 are not in
-    the prompt, all 11 positions are skipped.
+    that begins at the current position, or at one of the 10 after it, contains the last 10 of the next 20 characters.
+    If these 10 are not in the prompt, all 11 positions are skipped.
 
     Returns:
         Start and end of the longest quotation that begins there; None if no quotation begins in this range.
@@ -176,7 +177,8 @@ def _find_quotation(line: str, prompt: str, *, start: int, end: int) -> tuple[in
     position = start
     while position < end and position <= last_start:
         next_chars = line[position : position + MIN_QUOTED_CHARS]
-        if next_chars[half:] not in prompt:
+        second_half = next_chars[half:]
+        if second_half not in prompt:
             position += half + 1
         elif next_chars not in prompt:
             position += 1

@@ -380,6 +380,9 @@ class ServerEngine(Engine):
     def _are_logprobs_scaled(self, accepted: AcceptedCandidates) -> bool:
         """Return whether the log-probabilities are further apart at temperature 0.5 than at 0.
 
+        Logits cannot be divided by a temperature of 0, so the log-probabilities at 0 are unscaled. If those at 0.5 are
+        scaled, they are twice as far apart.
+
         False if this cannot be determined: the server refuses the request, or the replies share fewer than two
         candidates.
         """
@@ -579,7 +582,7 @@ class ServerEngine(Engine):
                 raise FaultError(SCALED_LOGPROBS_MESSAGE, is_retryable=False, affects_all=True, code=400)
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
         body |= self.extra_body  # the user's fields take precedence over those above
-        if request.begun:
+        if request.begun:  # last, because the reply would not be a continuation without these fields
             body |= CONTINUATION_FIELDS
         return body
 
@@ -674,7 +677,7 @@ class ServerEngine(Engine):
         detail = str(cause) or kind
         if kind == "TooManyRedirects":
             return FaultError(f"redirected without end in try {try_number}", is_retryable=False, affects_all=True)
-        has_server = self._has_replied or isinstance(cause, httpx.ReadTimeout)
+        has_server = self._has_replied or isinstance(cause, httpx.ReadTimeout)  # it took the request, but is slow
         if kind in _UNREACHED or not has_server:
             reason = f"no connection in try {try_number}: {detail}"
             return FaultError(reason, is_retryable=True, affects_all=True, code=503)

@@ -162,7 +162,7 @@ class TransformersEngine(Engine):
             decode_responses(self.network, batch, self._eos, decode)
             for response in missing:
                 if response.request.keep_states:
-                    # Moved to the CPU: the states of several batches would fill the memory of an accelerator.
+                    # Moved to the CPU, and dropped here: the states of several batches would fill an accelerator.
                     states = torch.stack(response.states).cpu()
                     self._kept[response.request.key] = tuple(response.ids), states
                     response.states = []
@@ -264,7 +264,9 @@ def pack_batches(
 ) -> list[list[ResponseInProgress]]:
     """Pack the responses of all prompts into batches, longest prompts first.
 
-    Responses to the same prompt stay together, because the prompt then runs once for all of them.
+    Prompts of similar length then share a batch and need little padding. The first batches need the most memory, so a
+    batch size that is too large usually fails at the beginning. Responses to the same prompt stay together, because the
+    prompt then runs once for all of them.
 
     Args:
         groups: The responses of each prompt. A group is split only if it is larger than a batch.
@@ -278,6 +280,7 @@ def pack_batches(
     for group in sorted(groups, key=lambda responses: -len(responses[0].prompt)):
         for start in range(0, len(group), batch_size):
             chunk = group[start : start + batch_size]
+            # Earlier batches are not filled up: their prompts are longer, so this one would need more padding there.
             if not batches or not _fits_batch(batches[-1], chunk, batch_size, equal_lengths):
                 batches.append([])
             batches[-1] += chunk

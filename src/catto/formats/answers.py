@@ -73,11 +73,12 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
             tool.
 
     Yields:
-        (row number, fields). If another tool wrote the file, the fields are catto's own fields, followed by those of
-        the tool's record in a ChainMap, so that the user can name any of these as a column.
+        (row number, fields). If a tool other than catto wrote the file, the fields are catto's own fields, followed by
+        those of the tool's record in a ChainMap, so that the user can name any of these as a column.
 
     Raises:
-        DataError: While iterating: the file cannot be read, or a row is not a record of the tool.
+        DataError: While iterating: the file cannot be read, a row is not a record of the tool, or the rows of
+            lm-evaluation-harness were made by several of its filters.
     """
     is_inspect_archive = path.suffix.lower() == ".eval"
     rows = read_samples(path) if is_inspect_archive else read_rows(path)
@@ -93,12 +94,13 @@ def read_answers(path: Path, names: ColumnNames) -> Iterator[tuple[int, Fields]]
     read_record = LOG_FORMATS[tool].read_record
     if tool == "openai" and names.gold is not None:
         # A completion does not list the labels of its question, so they are collected from the right answers of the
-        # whole file. If the user did not name the column of right answers, `read_completion` says so.
+        # whole file. If the user did not name the column of right answers, `read_completion` raises.
         records = list(records)
         labels = list_labels(path, records, names.gold)
         read_record = partial(read_completion, labels=labels)
     for row, record in records:
         if tool == "lm-eval":
+            # A log repeats each question once per filter (a way to extract the answer); no question may count twice.
             _require_one_filter(path, row, record, first_record)
         own_fields = _read_log_record(path, row, record, tool=tool, read_record=read_record, names=names)
         yield row, ChainMap(own_fields, record)

@@ -174,6 +174,7 @@ def read_choice_confidence(state: TaskState) -> dict[str, Any]:
 
     metadata = {"confidence": reading["confidence"], "source": reading["source"]}
     if "label_logprobs" in reading:
+        # Stored by the letters of the sample: the solver may have shuffled the options that the model saw.
         label_logprobs = {}
         for letter, logprob in reading["label_logprobs"].items():
             label_logprobs[letters.in_sample[letter]] = logprob

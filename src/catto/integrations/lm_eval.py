@@ -182,7 +182,8 @@ def pool_answers(group: str, members: Sequence[HarnessAnswers], source: Path) ->
         source: The file that error messages name.
 
     Returns:
-        The answers of the group, in the order of its tasks. Question ids start with the name of the task.
+        The answers of the group, in the order of its tasks. Question ids start with the name of the task, because two
+        tasks may use the same ids.
     """
     questions: list[str] = []
     for member in members:

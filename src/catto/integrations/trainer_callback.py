@@ -179,6 +179,9 @@ def gather_logged_answers(predictions: Sequence[Prediction]) -> LoggedAnswers:
 def make_log(answers: LoggedAnswers, *, step: int, bins: int, output_dir: Path) -> ReliabilityLog:
     """Measure answers and draw their reliability diagram.
 
+    The diagram also states the null band of the ECE: the range of its values for a perfectly calibrated model with the
+    same confidences, which is due to chance.
+
     Args:
         answers: At least one answer.
         step: Number of optimizer steps so far.
@@ -186,8 +189,10 @@ def make_log(answers: LoggedAnswers, *, step: int, bins: int, output_dir: Path) 
         output_dir: The trainer's output folder.
 
     Returns:
-        The figure and the numbers: `LOGGED_METRICS`, and `fallback_rate` if the answers had to be parsed.
+        The figure and the numbers: `LOGGED_METRICS` and, if the answers had to be parsed, `fallback_rate`: the share of
+        responses without a readable answer, for which the most probable label was taken.
     """
+    # Resamples are needed only for the null band. The intervals that they also give are not logged.
     settings = MeasureSettings(LOGGED_METRICS, bins=bins, resamples=NULL_BAND_RESAMPLES)
     run = Answers(question=None, confidence=answers.confidence, correct=answers.correct)
     results = measure_runs([run], settings)

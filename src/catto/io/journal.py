@@ -146,18 +146,19 @@ class Journal(Generic[S]):
             DataError: Another process holds the lock, or the files belong to a different run or are invalid.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # `publish` writes the manifest last, and `reopen` deletes it.
         is_half_published = self.path.exists() and not manifest_path(self.path).exists()
         if is_half_published:
             if not manifest_path(self.part).exists():  # nothing shows that this run wrote the file
                 raise DataError(self.path, None, _NO_MANIFEST)
-            if not self.part.exists():
+            if not self.part.exists():  # only the published file has the records
                 self.path.rename(self.part)
         self._file = self.part.open("ab", buffering=0)
         try:
             atomic.lock_open_file(self._file, self.part)
             self.read()
             self._file.truncate(self._end)
-            if not self._end:
+            if not self._end:  # no line was read, so this run starts a new journal
                 write_manifest(self.part, self.manifest)
         except BaseException:  # even an interrupt: `__exit__` is not called if this method raises
             self._file.close()
@@ -171,14 +172,16 @@ class Journal(Generic[S]):
         """Store outcomes. Once this returns, they are not lost if the process is killed.
 
         Args:
-            outcomes: The records and refusals. They replace older refusals with the same keys.
+            outcomes: The records and refusals. They replace older refusals with the same keys. Two records of one call
+                must not have the same key: this is not checked here, but `read` would refuse the file.
             sync: Whether to flush to disk, so that they are not lost in a power cut either.
 
         Returns:
             The outcomes as stored: one that is too long to be read back becomes a refusal.
 
         Raises:
-            ValueError: A record with the same key is stored already.
+            ValueError: A record with one of the keys is stored already. Nothing is written then.
+            DataError: The file cannot be written.
         """
         stored: list[S | Refusal] = []
         lines: list[bytes] = []

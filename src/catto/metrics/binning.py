@@ -33,8 +33,13 @@ Score = Any
 # cache, and the allocator reuses their memory.
 BLOCK = 1 << 14
 
+# Values of `dtype.kind` that a column may have, one letter each: b for booleans, f for floats, i and u for signed and
+# unsigned integers.
+NUMBERS = "fiu"
+NUMBERS_OR_BOOLEANS = "bfiu"
 
-@reuse_last_result
+
+@reuse_last_result  # several metrics of the same rows check the columns only once
 def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bools]:
     """Check the columns of a metric, and return them as arrays.
 
@@ -46,14 +51,14 @@ def check_columns(confidence: ArrayLike, correct: ArrayLike) -> tuple[Floats, Bo
         The confidences as float64, (N,), and the correctness as booleans, (N,).
 
     Raises:
-        ValueError: A column is empty, the lengths differ, or a value is outside its range; the message names the first
-            such row.
+        ValueError: A column is empty, the lengths differ, or a value is outside its range. The message names the row of
+            such a value.
 
     >>> check_columns([0.5, 1], [1, 0])[1].tolist()
     [True, False]
     """
     c = check_confidence(confidence)
-    z = _as_column(correct, "correct", kinds="bfiu", expected="booleans or 0/1")
+    z = _as_column(correct, "correct", kinds=NUMBERS_OR_BOOLEANS, expected="booleans or 0/1")
     is_boolean = z.dtype.kind == "b"
     if not is_boolean:
         is_bad = (z != 0) & (z != 1)
@@ -81,7 +86,7 @@ def check_confidence(confidence: ArrayLike) -> Floats:
     >>> check_confidence([0, 1]).tolist()
     [0.0, 1.0]
     """
-    column = _as_column(confidence, "confidence", kinds="fiu", expected="numbers in [0, 1]")
+    column = _as_column(confidence, "confidence", kinds=NUMBERS, expected="numbers in [0, 1]")
     c = column.astype(np.float64, copy=False)
     # If a value is nan, so are the minimum and the maximum, and both comparisons are False.
     all_in_range = c.min() >= 0.0 and c.max() <= 1.0
@@ -113,7 +118,7 @@ def check_weight(weight: ArrayLike, rows: int) -> Floats:
     has_valid_shape = w.ndim in (1, 2) and w.shape[-1] == rows and w.size > 0
     if not has_valid_shape:
         raise ValueError(f"weight has shape {w.shape}, expected ({rows},) or (R, {rows})")
-    if w.dtype.kind not in "bfiu":  # booleans, floats, signed and unsigned integers
+    if w.dtype.kind not in NUMBERS_OR_BOOLEANS:
         raise ValueError(f"weight has dtype {w.dtype}, expected numbers")
     w = w.astype(np.float64, copy=False)
     total = total_weight(w)
@@ -144,8 +149,7 @@ def _as_column(
     Args:
         values: The column.
         name: Name of the column, for error messages.
-        kinds: The allowed values of `dtype.kind`, one letter each: b for booleans, f for floats, i and u for signed
-            and unsigned integers.
+        kinds: The allowed values of `dtype.kind`: NUMBERS or NUMBERS_OR_BOOLEANS.
         expected: Description of the allowed values, for error messages.
 
     Returns:
@@ -246,7 +250,7 @@ def _inner_quantiles(
     The k-th quantile is the smallest confidence such that at least k / M of the rows are at or below it.
     """
     if bins == 1:
-        return confidence[:0]
+        return confidence[:0]  # no inner quantiles
     k = np.arange(1, bins)
     if weight is None:
         # The k-th quantile is the ceil(k N / M)-th smallest confidence. Integers avoid rounding: -(-a // b) is
@@ -338,7 +342,7 @@ class Reliability:
         return np.divide(sums, self.count, out=out, where=self.count > 0)
 
 
-@reuse_last_result
+@reuse_last_result  # several metrics need the same bins
 def reliability(
     confidence: ArrayLike,
     correct: ArrayLike,
@@ -366,6 +370,7 @@ def reliability(
     [2, 1]
     """
     if weight is None:
+        # Without weights, the rows need not be sorted into groups first, which is faster.
         c, z = check_columns(confidence, correct)
         return _count_bins(c, z, bin_edges(c, bins, strategy))
     groups = group_rows(confidence, correct, weight)
@@ -400,6 +405,7 @@ def _sum_bins(groups: Groups, edges: Floats) -> Reliability:
 
     Groups are in increasing order of confidence, so a bin consists of those from its start to its end.
     """
+    # Bins are right-closed: a group whose confidence equals an edge belongs to the bin below the edge.
     inner_starts = np.searchsorted(groups.value, edges[1:-1], side="right")
     starts = np.concatenate(([0], inner_starts))
     ends = np.append(inner_starts, len(groups.value))
@@ -445,7 +451,7 @@ class Groups:
     right: Floats
 
 
-@reuse_last_result
+@reuse_last_result  # several metrics need the same groups
 def group_rows(
     confidence: ArrayLike,
     correct: ArrayLike,
@@ -468,7 +474,7 @@ def group_rows(
     if weight is None:
         return _group_counts(c, z)
     w = check_weight(weight, len(c))
-    if not _is_sorted(c):
+    if not _is_sorted(c):  # in a bootstrap, they are already sorted
         order = np.argsort(c, kind="stable")
         c = c[order]
         z = z[order]

@@ -259,7 +259,8 @@ class VectorScaling(_Stored):
 
         The weights are (1 + u) / tau and the biases are b. The fit finds the u and b, K numbers each, that minimise the
         mean NLL of the gold label plus RIDGE * (|u|^2 + |b|^2), a convex function. The fit starts at u = b = 0, which
-        is temperature scaling and has no penalty. Its NLL is therefore never above that of temperature scaling.
+        is temperature scaling and has no penalty. Its NLL is therefore never above that of temperature scaling. Without
+        the penalty, the bias of a label that is never gold would tend to minus infinity.
 
         Args:
             label_logprobs: (N, K), the log-probability of each label.
@@ -283,6 +284,7 @@ class VectorScaling(_Stored):
         is_gold[np.arange(row_count), gold_index] = 1.0
 
         start = np.zeros(2 * label_count)
+        # Tight tolerances, so that the result hardly depends on the way there.
         options = {"maxiter": 10_000, "maxfun": 100_000, "ftol": 1e-15, "gtol": 1e-9}
         fit = minimize(
             _vector_loss_and_gradient, start, args=(score, is_gold), jac=True, method="L-BFGS-B", options=options

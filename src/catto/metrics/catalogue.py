@@ -182,7 +182,7 @@ class Versus(Comparison):
         """
         if metric == "true_error":  # not in METRICS: it needs the true probabilities
             better: Literal["higher", "lower"] | None = "lower"
-            least = Metric.least
+            least = Metric.least  # the default of the field
         else:
             better = METRICS[metric].better
             least = METRICS[metric].least

@@ -95,7 +95,7 @@ def compare_table(
 
     There are as many swaps as resamples. If these give a p-value below ALPHA and `swaps` is larger, the test continues
     up to `swaps`, because a correction for many comparisons needs small p-values. It stops as soon as the p-value is no
-    longer below ALPHA, which can only hide a difference.
+    longer below ALPHA: such a metric is not marked, so stopping may miss a difference but never adds one.
 
     Args:
         metrics: Name -> metric.
@@ -181,7 +181,8 @@ def _compare_pairs(
     Args:
         metrics: Name -> metric.
         pairs: One run of each method per pair, aligned by question.
-        questions: For each pair, the question ids of its rows; None if they are not known.
+        questions: For each pair, the question ids of its rows. None is only in the type: runs without ids were refused
+            when they were aligned.
         swaps: The swap test draws at most this many swaps, or as many as there are resamples if that is more.
         options: Options of the bootstrap.
 
@@ -195,6 +196,7 @@ def _compare_pairs(
     with share_results():  # several metrics need the same sums over bins
         batches = []
         for counts in draw_question_counts(question_count, options.resamples, options.seed, options.tick):
+            # A resample counts the answers of both methods as they are; only the test below swaps them.
             nothing_swapped = np.zeros_like(counts)
             batches.append(paired.evaluate_differences(kept=counts, swapped=nothing_swapped))
         draws = np.hstack(batches)  # (metrics, resamples)
@@ -202,7 +204,7 @@ def _compare_pairs(
 
     comparisons = {}
     for index, name in enumerate(metrics):
-        value_a, value_b = paired.values[index].tolist()
+        value_a, value_b = paired.values[index].tolist()  # the metric of all answers of a, and of b
         band = summarise_draws(draws[index], options.level)
         comparisons[name] = Comparison(
             a=value_a,
@@ -270,6 +272,7 @@ class _PairedRuns:
             values = _measure_both(functions, rescaled_pairs)
             is_equal = np.isclose(self.values, values, rtol=0.0, atol=ROUNDING, equal_nan=True)
             depends_on_order_only &= is_equal.all(axis=1)
+        # Metrics that depend only on the order are swapped on ranks, because the scales of the two methods may differ.
         self._groups: list[_MetricGroup] = []
         for is_in_group, pairs_of_group in ((~depends_on_order_only, pairs), (depends_on_order_only, ranked_pairs)):
             indices = np.flatnonzero(is_in_group)

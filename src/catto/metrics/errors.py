@@ -547,7 +547,7 @@ def _find_bandwidth(residual: Floats, value: Floats, total: float) -> float:
         value: (G,) confidence of each group, in increasing order.
         total: Number of rows, or their total weight.
     """
-    if not residual.any():
+    if not residual.any():  # the error is 0 at every bandwidth
         return 0.0
     cells = MIN_CELLS
     while True:
@@ -672,7 +672,7 @@ def _integrate_smoothed(spectrum: Floats, sigma: float, cells: int) -> float:
     kernel_factors = np.exp(sigma**2 * log_kernel)  # bandwidth sigma instead of 1 multiplies the logarithm by sigma^2
     smoothed_spectrum = np.zeros(cells + 1)
     smoothed_spectrum[:kept] = spectrum[:kept] * kernel_factors
-    smoothed_circle = np.fft.irfft(smoothed_spectrum)
+    smoothed_circle = np.fft.irfft(smoothed_spectrum)  # the grid, followed by its mirror image
     absolute_mass = np.abs(smoothed_circle[: cells + 1])
     # By the trapezoidal rule, the end nodes count half. The mass of a node is its density times the width of a cell, so
     # the sum is the integral.

@@ -120,7 +120,8 @@ def summarise_draws(
     Args:
         draws: (R,) values. Undefined ones (nan) are left out and counted.
         level: Level of the band.
-        tails: (2,), the probabilities of the quantiles that bound the band; None means those of the central band.
+        tails: (2,), the probabilities of the quantiles that bound the band; None means those of the central band. If
+            they are given, `level` is only recorded.
 
     Returns:
         The mean and the band; nan if no draw is defined.

@@ -58,6 +58,7 @@ def auroc(
     # Compare each right row with all rows, itself included: right_total * total comparisons. It loses those with the
     # rows above it and, because ties count half, half of those with its own group.
     lost = np.zeros(np.shape(total))
+    # Block by block, so that temporary arrays fit the cache.
     for block in split_blocks(len(groups.value)):
         lost_per_right_row = at_least_as_confident[..., block] - 0.5 * groups.count[..., block]
         lost += np.vecdot(groups.right[..., block], lost_per_right_row)
@@ -127,7 +128,7 @@ def e_aurc(
         right=np.stack([no_rows, right], axis=-1),
     )
     excess = _area_of_groups(groups) - _area_of_groups(best_order)
-    return to_score(np.maximum(0.0, excess))
+    return to_score(np.maximum(0.0, excess))  # rounding may give less than 0
 
 
 @reuse_last_result
@@ -164,7 +165,7 @@ def _area_of_groups(groups: Groups) -> Floats:
     H_0 + ... + H_(j-1) = j H_j - j.
     """
     at_least_as_confident = _count_from_above(groups.count)
-    has_whole_counts = at_least_as_confident.dtype == np.intp
+    has_whole_counts = at_least_as_confident.dtype == np.intp  # it has integers if all weights are whole
     if not has_whole_counts:
         raise ValueError("weight must be whole numbers: AURC is a mean over ranks")
     # The number of rows from a group upwards is the last rank of the group. The entry after it belongs to the next,
@@ -173,6 +174,7 @@ def _area_of_groups(groups: Groups) -> Floats:
     total = total_weight(groups.count)
     harmonic, harmonic_sum = _sum_harmonic_numbers(int(total.max()))
     risk_sum = np.zeros(np.shape(total))
+    # Block by block, so that temporary arrays fit the cache.
     for block in split_blocks(len(groups.value)):
         count = np.maximum(groups.count[..., block], 1.0)  # a group of weight 0 adds nothing, whatever its error rate
         error_rate = 1.0 - groups.right[..., block] / count
@@ -181,7 +183,7 @@ def _area_of_groups(groups: Groups) -> Floats:
         risk_sum += np.vecdot(error_rate, sum_before_minus_last)
     # The terms error_rate * n_g * H_N of all groups together.
     wrong = total - groups.right.sum(axis=-1)
-    harmonic_of_total = harmonic.take(last_rank[..., 0])
+    harmonic_of_total = harmonic.take(last_rank[..., 0])  # the last rank of the least confident group is N
     risk_sum += wrong * harmonic_of_total
     return np.asarray(risk_sum / total)
 

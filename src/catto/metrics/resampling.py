@@ -285,6 +285,7 @@ def cut_into_batches(
     for start in range(0, total, max_size):
         size = min(max_size, total - start)
         yield size
+        # The caller has now computed these resamples.
         for _ in range(size):
             tick()
 
@@ -296,6 +297,9 @@ def draw_question_counts(
     tick: Tick = show_no_progress,
 ) -> Iterator[Weights]:
     """Draw bootstrap resamples of Q questions: each resample draws Q questions with replacement.
+
+    The same arguments always give the same resamples. A report needs those of the same questions for hundreds of
+    numbers, so they are kept in memory for later calls, unless they are too large. They must not be changed in place.
 
     Args:
         questions: Number of questions Q.
@@ -309,10 +313,12 @@ def draw_question_counts(
     >>> [batch.sum(axis=1).tolist() for batch in draw_question_counts(5, 3, seed=0)]
     [[5, 5, 5]]
     """
-    can_be_kept = questions * resamples <= MAX_KEPT_COUNTS
-    draw = _draw_and_keep_counts if can_be_kept else _draw_counts
+    fits_in_memory = questions * resamples <= MAX_KEPT_COUNTS
+    # Both functions draw the same numbers.
+    draw = _draw_and_keep_counts if fits_in_memory else _draw_counts
     for counts in draw(questions, resamples, seed):
         yield counts
+        # The caller has now used the batch, which is the work that the progress bar shows.
         for _ in range(len(counts)):
             tick()
 
@@ -323,7 +329,7 @@ def _draw_and_keep_counts(
     resamples: int,
     seed: int,
 ) -> tuple[Weights, ...]:
-    """Draw counts, and keep them for the next call: a report resamples the same questions for hundreds of numbers."""
+    """Draw the same counts as `_draw_counts`, and keep them for the next call with the same arguments."""
     return tuple(_draw_counts(questions, resamples, seed))
 
 

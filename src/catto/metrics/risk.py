@@ -136,8 +136,9 @@ def _check_share(name: str, value: float) -> None:
 def _list_candidates(confidence: Floats, correct: Bools) -> list[Candidate]:
     """Return all candidates, from the highest threshold to the lowest.
 
-    Only the confidences determine the thresholds, not the correctness of the rows. Each threshold is the smallest
-    number above the confidence of the first row that is not answered; it is 0 if all rows are answered.
+    Only the confidences determine the thresholds, not the correctness of the rows. Each threshold is the lowest one
+    that answers these rows and no others: the smallest number above the confidence of the first row that is not
+    answered, or 0 if all rows are answered.
     """
     order = np.argsort(-confidence, kind="stable")
     falling = confidence[order]
@@ -160,6 +161,9 @@ def _list_candidates(confidence: Floats, correct: Bools) -> list[Candidate]:
 def _find_lowest_passing(candidates: list[Candidate], risk: float, delta: float) -> tuple[Candidate, float] | None:
     """Return the lowest candidate that passes its test, and the level of this test; None if no candidate passes.
 
+    The level of a candidate is its own share of delta, which most candidates do not have, plus the level of the
+    candidate before it if that one passed.
+
     Args:
         candidates: From the highest threshold to the lowest.
         risk: Error rate under which p-values are computed.
@@ -171,7 +175,7 @@ def _find_lowest_passing(candidates: list[Candidate], risk: float, delta: float)
     level = 0.0
     for number, candidate in enumerate(candidates, 1):
         level += delta * SHARE_OF_DELTA.get(number, 0.0)
-        if level == 0.0:
+        if level == 0.0:  # neither a share of its own nor an inherited level: not tested
             continue
         p_value = bdtr(candidate.errors, candidate.answered, risk)
         if p_value <= level:
@@ -234,7 +238,7 @@ def estimate_rows_needed(
     candidates = _list_candidates(c, z)
     row_counts = []
     for number, share in SHARE_OF_DELTA.items():
-        candidate = candidates[number - 1]
+        candidate = candidates[number - 1]  # candidates are numbered from 1
         error_rate = candidate.errors / candidate.answered
         coverage = candidate.answered / len(c)
         rows = _find_row_count(error_rate, coverage=coverage, risk=risk, level=delta * share)

@@ -196,7 +196,8 @@ def gather_candidates(predictions: Sequence[Prediction], tau: float | None = Non
             `confidence` of the prediction.
 
     Returns:
-        The arrays, (Q, n) each. A token score that no sample has is left out of `tokens`.
+        The arrays, (Q, n) each. `tokens` has the scores that an engine computes from the probabilities of a response's
+            tokens; one that no sample has is left out.
 
     Raises:
         ValueError: There are no predictions, questions differ in the number of their samples, a question repeats a
@@ -276,7 +277,7 @@ def choose_sampling(predictions: Sequence[Prediction], tau: float) -> Sampling:
 
     temperatures = sorted(samples_at)
     candidates_at: dict[float, Candidates] = {}
-    accuracy: dict[str, float] = {}
+    accuracy: dict[str, float] = {}  # the keys are texts, because the result is stored as JSON
     fallback_rate: dict[str, float] = {}
     for temperature in temperatures:
         samples = samples_at[temperature]
@@ -619,7 +620,7 @@ def measure_rules(
     results.append(_measure_random_sample(candidates, k, seed=seed))
 
     any_is_right = [np.asarray(samples.correct.any(axis=1)) for samples in candidates_of_subsets]
-    no_confidence = [nan]
+    no_confidence = [nan]  # the oracle has no confidence, so its ECE is undefined
     results.append(_summarise_rule(ORACLE, k, any_is_right, no_confidence, exact=is_exhaustive, seed=seed))
     return results
 
@@ -669,8 +670,8 @@ def _summarise_rule(
         seed: Seed of the bootstrap.
     """
     right_share = np.asarray(np.mean(right_by_subset, axis=0, dtype=np.float64))  # of each question, (Q,)
-    each_once = np.ones_like(right_share)
-    interval = ratio_interval(right_share, each_once, level=LEVEL, seed=seed)
+    ones = np.ones_like(right_share)  # the mean over questions is a ratio with these denominators
+    interval = ratio_interval(right_share, ones, level=LEVEL, seed=seed)
     return Selected(
         rule,
         k,

@@ -48,12 +48,12 @@ def reuse_last_result(function: Callable[P, T]) -> Callable[P, T]:
 
     Arrays are compared by identity, not by value, which takes no time. They must therefore not be changed in place
     inside the block. Integers, strings and None are compared by value. A call with any other argument, such as a list,
-    or with keyword arguments is always computed.
+    or with keyword arguments is always computed, and so is every call outside of such a block.
     """
 
     @wraps(function)
     def call_or_reuse(*args: P.args, **kwargs: P.kwargs) -> T:
-        kept = _KEPT.get()
+        kept = _KEPT.get()  # None outside of a block
         if kept is None or kwargs:
             return function(*args, **kwargs)
         arrays = [argument for argument in args if isinstance(argument, np.ndarray)]

@@ -144,7 +144,7 @@ def bootstrap_table(
 
     functions = list(metrics.values())
     batches = []
-    with share_results():
+    with share_results():  # several metrics need the same sums over bins
         for counts in draw_question_counts(numbering.question_count, filled.resamples, filled.seed, filled.tick):
             batches.append(evaluate_runs(functions, weighted_runs, counts))
     draws = np.hstack(batches)  # (metrics, resamples)
@@ -343,7 +343,7 @@ def null_table(
         # random number for the same question.
         each_row_is_a_question = len(runs) == 1 and numbering.question_count == len(c)
         question_of_row = None if each_row_is_a_question else numbering.question_of_row[run_index]
-        with share_results():
+        with share_results():  # several metrics need the same sums over bins
             draws = _simulate_run(functions, c, question_of_row, numbering.question_count, options_of_run)
         mean_draws += draws / len(runs)
     return {name: summarise_draws(row, filled.level) for name, row in zip(metrics, mean_draws, strict=True)}

@@ -212,7 +212,8 @@ def fit_tau(predictions: Sequence[Prediction], kind: Rescaled = "raw") -> Scalin
             `label_logprobs` only. tau is then that of `Temperature.fit_labels`, within TAU_RANGE.
 
     Returns:
-        The fitted tau, and the NLL at temperature 1 and at tau.
+        The fitted tau, the NLL at temperature 1 and at tau, and whether tau is an end of its range, beyond which the
+        best one may lie.
 
     Raises:
         ValueError: No prediction has the fields, or a gold label is not among the labels.

@@ -744,7 +744,9 @@ class _TiledHead(torch.autograd.Function):
         dtype = statistics_dtype(hidden)
         gradients = _collect_gradients(HeadOutput(*incoming), hidden)  # type: ignore[arg-type]
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # ZeRO-3 may have partitioned the parameters again since the forward pass.
         with gather_zero3_parameters(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+            # Both factors of a product must have the same dtype. Without a weight, there are no products.
             rounded_hidden = hidden if weight is None else hidden.to(spec.product_dtype)
             # None for an input that needs no gradient. The first tile overwrites the uninitialised memory.
             hidden_gradient = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None

@@ -41,7 +41,7 @@ def format_makefile(root: Path, recipe: Recipe, stages: Sequence[Stage]) -> dict
     """
     folders = {stage.key: stage.folder for stage in stages}
     targets = " ".join(folders.values())
-    recipe_hash = recipe_file(root, recipe).stem
+    recipe_hash = recipe_file(root, recipe).stem  # `catto stage` finds a stage in the stored recipe with this hash
     command = _make_command(root)
     if "\n" in command:
         raise ValueError("a Makefile cannot name a folder with a line break in its path: use a different folder")
@@ -116,7 +116,7 @@ def format_slurm_scripts(root: Path, recipe: Recipe, stages: Sequence[Stage]) ->
             resources=_format_resources(stage_resources(recipe, members[0])),  # the same for all stages of a kind
             keys="\n".join(f"  {stage.key}  # {stage.name}" for stage in members),
             command=_slurm_command(root),
-            recipe=recipe_file(root, recipe).stem,
+            recipe=recipe_file(root, recipe).stem,  # its hash, by which `catto stage` finds the stored recipe
         )
     return {"slurm/submit.sh": SUBMIT.format(jobs="\n".join(jobs)), **scripts}
 

@@ -55,6 +55,7 @@ def split_batch(arguments: Mapping[str, Any], processes: int) -> dict[str, int]:
     """
     size = arguments["per_device_train_batch_size"]
     micro_batches = arguments.get("gradient_accumulation_steps", 1)
+    # The processes form this many groups of equal size, and each group computes the same number of micro-batches.
     parallel_micro_batches = math.gcd(micro_batches, processes)
     processes_per_micro_batch = processes // parallel_micro_batches
     if size % processes_per_micro_batch:

@@ -206,7 +206,7 @@ class Graph:
         is_cut_by_seeds = block.own and len(block.files or ()) < len(SPLITS)
         if is_cut_by_seeds:
             seeds = self.recipe.seeds
-            first_seed = seeds[0]
+            first_seed = seeds[0]  # the seed that is loaded must be one of them
         settings = QuestionSettings(task, "train", first_seed, block, self._task_hashes[task], seeds)
         return Stage("questions", name, settings)
 
@@ -574,7 +574,8 @@ class Graph:
         name = f"scaled {title} {task} seed {seed}"
         tau = self.plan_tau(model, kind)
         if self.recipe.evaluation.decode == "sample" and kind == "raw":
-            predicted = self._plan_predictions(name, model, seed, task, "test", 1, tau)
+            # One answer per question, at the temperature that the stage `tau` finds.
+            predicted = self._plan_predictions(name, model, seed, task, "test", temperatures=1, temperature=tau)
         else:
             predicted = self.plan_test(task, model)
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
@@ -615,7 +616,9 @@ class Graph:
         tau = self.plan_tau(model)
         temperature = tau if evaluation.sampling == "fitted" else self.plan_sampling_temperature(model)
         samples = max(evaluation.k)
-        predicted = self._plan_predictions(name, model, seed, task, "test", samples, temperature)
+        predicted = self._plan_predictions(
+            name, model, seed, task, "test", temperatures=samples, temperature=temperature
+        )
         return Stage("scaled", name, tau.settings, {"predicted": predicted, "tau": tau})
 
     def plan_preference_accuracy(self, model: Choice) -> Stage | None:

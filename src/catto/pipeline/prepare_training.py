@@ -92,7 +92,7 @@ def make_arguments(job: TrainingJob, *, monitored: bool = True) -> dict[str, Any
         "use_cpu": not is_accelerated,
         **dict.fromkeys(ON_ACCELERATORS, is_accelerated),
         "report_to": "none",
-        "disable_tqdm": True,
+        "disable_tqdm": True,  # a callback reports the progress
         "logging_steps": min(10, trainer_settings.checkpoint_steps),  # so that a short training is logged too
         **checkpoint_arguments(settings.keep, trainer_settings.checkpoint_steps, has_validation=monitored),
         **trainer_settings.trl,
@@ -299,14 +299,14 @@ def _list_term_options(settings: TrainSettings) -> dict[str, Any]:
         "calibration": method.calibration,
         "prefix_sharing": settings.prefix_sharing,
         "max_length": settings.context,
-        "precompute_ref_log_probs": True,
+        "precompute_ref_log_probs": True,  # once before training, so that no step has to run the reference
     }
     outcome = settings.outcome
     if outcome is not None:
         options |= options_read_by(method.calibration, {"outcome_score": outcome.score})
-        if outcome.target != "gold":
+        if outcome.target != "gold":  # `gold` is the default
             options["outcome_target"] = outcome.target
-        if method.stream != "none":
+        if method.stream != "none":  # without a stream, the trainer refuses the option
             options["outcome_rows_per_pair"] = outcome.rows_per_pair
     return options
 

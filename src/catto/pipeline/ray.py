@@ -297,6 +297,7 @@ def _run_stage(recipe: Recipe, root: str, working_folder: str, key: str, *ending
     if missing:
         raise DataError(root, None, f"{missing[0]}, which {stage.name} needs, is not visible on this node")
     try:
+        # No progress is reported from here: `_StageMonitor` reads it from the folder of the attempt.
         return runner.run_stage(Path(root), stage, lambda *_: None, _verified_folders)
     finally:
         release_engine()  # the next stage on this machine may run in a different worker

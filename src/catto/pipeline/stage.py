@@ -283,7 +283,8 @@ def make_done(stage: Stage, folder: Path, inputs_digest: str, details: Mapping[s
         details: How the stage ran, such as its seconds.
 
     Returns:
-        The content of done.json. `checksum` is the hash of all other fields.
+        The content of done.json. Its field `content` is `inputs_digest`, by which a later run sees whether an input has
+        changed. `checksum` is the hash of all other fields.
     """
     needs = {role: need.key for role, need in stage.needs.items()}
     files = {name: list(seal) for name, seal in seal_folder(folder, UNSEALED).items()}

@@ -174,7 +174,7 @@ def _check_library_keywords(recipe: Recipe, path: Path, overrides: Sequence[str]
                 raise DataError(origin, None, f"{block_name}.{keyword}: cannot be set here: {reason}")
             is_whole_number = type(value) is int  # not `isinstance`, which true and false pass too
             if keyword in _FLOAT_KEYWORDS and is_whole_number:
-                keywords[keyword] = float(value)
+                keywords[keyword] = float(value)  # `1` and `1.0` then give the same key of a stage
 
 
 def load_task(source: str, given: TaskSettings | None = None) -> TaskSettings:

@@ -35,7 +35,7 @@ def parse_yaml(text: str, source: str) -> Any:
     """
     try:
         value = YAML(typ="safe", pure=True).load(text)
-        _check_plain(value, (), 0)
+        _check_plain(value, (), 0)  # the count that it returns is only for its own recursion
     except MarkedYAMLError as error:
         raise DataError(source, None, _describe_problem(error)) from None
     except RecursionError:

@@ -95,11 +95,12 @@ def _write_figures(
     Returns:
         All figures, each with the text of its SVG file.
     """
-    versions = [VERSION, library_versions("matplotlib")]
+    versions = [VERSION, library_versions("matplotlib")]  # other versions may draw other figures
     cells = [cell.model_dump(mode="json") for cell in results.cells]
     # The answers themselves are not hashed: the numbers contain hashes of their files.
     inputs_hash = content_hash([versions, numbers.model_dump(mode="json"), cells])
     hash_file = folder / "inputs.json"
+    # The file is searched and not parsed: a damaged one lacks the hash, and the figures are drawn again.
     same_inputs = hash_file.exists() and inputs_hash in hash_file.read_text(encoding="utf-8", errors="replace")
     method_looks = choose_looks(cell.method for cell in results.cells)
     drawn = []
@@ -110,6 +111,7 @@ def _write_figures(
             svg = render_figure(partial(picture.draw, method_looks), ".svg")
             write_text(path, svg.decode())
         drawn.append((picture, path.read_text(encoding="utf-8")))
+    # Written last: if drawing is interrupted, the next build draws all figures again.
     write_text(hash_file, json.dumps({"inputs": inputs_hash}) + "\n")
     return drawn
 
@@ -142,6 +144,7 @@ def read_experiment(results: Results, folder: Path) -> ExperimentAnswers:
                 question_of_id[question.id] = question
         questions[task] = question_of_id
     unparsed = results.evaluation.unparsed
+    # The browser keeps a limited number of predictions; knowing the number of cells, it gives each an equal share.
     browser = Browser(questions, expected_cells=len(results.cells), unparsed=unparsed)
     answers = []
     for cell in results.cells:
@@ -189,7 +192,7 @@ def results_of_files(
     """
     predictions_of_model: dict[str, TaskPredictions] = {}
     for model, path in files.items():
-        checked_name(model, "model", plus=True)
+        checked_name(model, "model", plus=True)  # a part of file names; + occurs in methods such as dpo+catto
         predictions_of_model[model] = _read_model(
             path, names, model=model, default_task=task, has_other_files=len(files) > 1
         )
@@ -199,6 +202,7 @@ def results_of_files(
     for model, predictions_of_task in predictions_of_model.items():
         for task_name, predictions in predictions_of_task.items():
             cells.append(_write_cell(out, model, task_name, predictions))
+    # There is no recipe, only the one setting of a recipe that the caller has chosen.
     return Results(
         name=" and ".join(files),
         recipe={"evaluation": {"unparsed": unparsed}},
@@ -225,7 +229,7 @@ def _read_model(
         predictions_of_task.setdefault(prediction.task, []).append(prediction)
     for task, predictions in predictions_of_task.items():
         with data_errors_at(path):
-            checked_name(task, "task")
+            checked_name(task, "task")  # a part of file names
         questions = {prediction.question for prediction in predictions}
         if len(questions) < len(predictions):
             problem = "expected one answer per question, got several: `catto select --out` chooses among samples"
@@ -295,6 +299,7 @@ def _read_predictions(
         text = fields.get("text")
         task = fields.get("task")
         source: Any = "free" if answers.read_as is None else answers.read_as[index]  # the record checks the value
+        # The split, sample, temperature and seed are required by the record, but they are not in the file.
         yield Prediction(
             question=question,
             task=task if isinstance(task, str) else default_task,

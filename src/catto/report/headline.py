@@ -259,7 +259,7 @@ def _describe_calibration(groups: Sequence[GroupNumbers], at_budget: str) -> str
     judged = [group for group in groups if group.method not in forced_methods]
     if not judged:
         return "No verdict on calibration: too many answers had to be forced."
-    gaps_of = _collect_gaps(judged)
+    gaps_of = _collect_gaps(judged)  # title of a method -> its gap on each task, 0 if chance can explain it
     calibrated = []
     off_on_some_tasks = []
     off_on_all_tasks = []

@@ -120,10 +120,11 @@ def plan_groups(cells: Sequence[Cell], baseline: str | None = BASELINE) -> list[
     for budget in budgets:
         cells_at = _index_cells(cells, budget)
         for place, cell_of_seed in cells_at.items():
-            baseline_of_seed: dict[int, int] = {}
+            baseline_of_seed: dict[int, int] = {}  # stays empty for the baseline: it is not compared with itself
             if baseline is not None and place.method != baseline:
                 baseline_of_seed = cells_at.get(place._replace(method=baseline), {})
             seeds = sorted(cell_of_seed)
+            # A comparison pairs the cells of the same seed, so the baseline needs all seeds of the group.
             baseline_has_all_seeds = baseline_of_seed.keys() >= cell_of_seed.keys()
             group = SeedGroup(
                 budget=budget,
@@ -423,6 +424,7 @@ def measure_risk(answers: CellAnswers, folder: Path, unparsed: Unparsed) -> dict
     path = folder / cell.validation
     predictions = list(read_records(path, Prediction))
     with data_errors_at(path):
+        # The threshold is applied to the confidences of the cell, so it is fitted to confidences on the same scale.
         predictions = _rescale_like_cell(cell, predictions)
         confidence = [prediction.confidence for prediction in predictions]
         correct = [prediction.counts_as_correct(unparsed) for prediction in predictions]
@@ -594,11 +596,12 @@ def measure_group(inputs: GroupInputs, settings: MeasureSettings) -> GroupNumber
     if inputs.baseline:
         baseline_runs = [answers.by_question for answers in inputs.baseline]
         versus = _compare_with_baseline(runs, baseline_runs, compared_metrics, inputs.swaps)
+        # Without further swaps: only the comparison over all seeds is corrected, which needs small p-values.
         for cell, run, baseline_run in zip(cells, runs, baseline_runs, strict=True):
             versus_seed[cell.seed] = _compare_with_baseline([run], [baseline_run], compared_metrics)
 
     return GroupNumbers(
-        **cells[0].model_dump(include={"task", "trained_on", "method"}),
+        **cells[0].model_dump(include={"task", "trained_on", "method"}),  # the same for all cells of the group
         budget=inputs.budget,
         seeds=tuple(cell.seed for cell in cells),
         input=inputs.key,

@@ -88,6 +88,7 @@ def render_page(
         names=titles,  # functions and constants that give tasks, methods, settings and budgets their titles
         baseline=_title_baseline(numbers),
         inline_svg=inline_svg,
+        # The script finds the details of a number by the index of its group in the data.
         group_index={group.input: index for index, group in enumerate(numbers.groups)},
         colours=_choose_colours(methods),
     )
@@ -246,6 +247,8 @@ def inline_svg(text: str, name: str) -> Markup:
     css_class = ""
     if width_in_pixels >= ONE_PANEL_PIXELS:
         css_class = ' class="many"'  # scrolls on a phone and does not shrink
+    # The opening tag is replaced. Its `xlink` namespace is kept, because matplotlib refers to shapes by `xlink:href`.
+    # Screen readers skip the SVG: the page describes every figure in words.
     xlink = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
     style = f'style="width:{width_in_pixels:.0f}px"'
     return Markup(f'<svg{css_class} {xlink} {opening_tag["view_box"]} {style} aria-hidden="true">{body}')

@@ -408,7 +408,7 @@ def render_terminal(table: Table) -> RichTable:
         heading = column.heading.rstrip(" ↑↓").replace(" ", "\n")
         # Numbers never wrap, so that in a narrow terminal only the names of methods do.
         rendered.add_column(Text(heading), justify="right", no_wrap=True)
-    for _, lines in table.blocks():
+    for _title, lines in table.blocks():  # a line between the blocks takes the place of their titles
         for line in lines:
             cells = [_terminal_cell(entry) for entry in line.entries]
             rendered.add_row(Text(line.title), *cells)

@@ -177,6 +177,8 @@ def read_papers_numbers() -> dict[PaperKey, str]:
 class TableSpec:
     """One kind of table, as described in tables.toml: one table per setting and budget, with columns for each task.
 
+    With `table_per_task`, each task and training set gets a table of its own instead.
+
     Attributes:
         kind: the part of the page that shows the table.
         stem: beginning of the table's file name.
@@ -187,7 +189,7 @@ class TableSpec:
         shows: "mean": the mean over seeds; "short": the mean and its mark; "all": the mean and its mark, with interval,
             null band and difference to the baseline; "std": the standard deviation over seeds.
         needs: name of a number; groups that lack it are left out.
-        each: whether each task and training set gets its own table.
+        table_per_task: whether each task and training set gets its own table.
         notes: field of `Entry` -> sentence that is added to the caption if that field of any entry is set. It may
             contain {baseline}.
         baseline: title of the method that the others are compared with.
@@ -201,7 +203,7 @@ class TableSpec:
     settings: tuple[Setting, ...] = ("in",)
     shows: Literal["mean", "short", "all", "std"] = "mean"
     needs: str = "accuracy"
-    each: bool = False
+    table_per_task: bool = False
     notes: dict[str, str] = field(default_factory=dict)
     baseline: str = ""
 
@@ -490,7 +492,7 @@ def _split_into_tables(spec: TableSpec, groups: Sequence[GroupNumbers]) -> list[
     """Return the groups of each table: one table for all, or one for each task and training set."""
     if not groups:
         return []
-    if not spec.each:
+    if not spec.table_per_task:
         return [list(groups)]
     groups_at: dict[PlaceOrder, list[GroupNumbers]] = {}
     for group in groups:
@@ -505,7 +507,7 @@ def _build_group_table(
 
     Args:
         spec: The kind of table.
-        groups: The groups of the table, one for each method and task.
+        groups: The groups of the table, one for each method and task; with `spec.table_per_task`, all of one task.
         budget: Their budget; None if the experiment has no budgets.
         sizes: The values of k for which a column with a rule is repeated.
     """
@@ -516,7 +518,7 @@ def _build_group_table(
 
     stem = spec.stem
     title = spec.title
-    if spec.each:
+    if spec.table_per_task:
         stem += f"-{groups[0].stem}"
         title += f": {setting_title(groups[0])}"
     if budget:
@@ -533,8 +535,9 @@ def _build_group_table(
 def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequence[int]) -> list[Column]:
     """Return the columns of every task; a column with a rule is repeated for each k in `sizes`.
 
-    The upper heading of a column is its task. A table of a single task keeps the upper headings of its spec, such as
-    `k = 4`, which columns with the same k share.
+    The upper heading of a column is its task. With `spec.table_per_task`, the table has a single task and keeps the
+    upper headings of its spec, such as `k = 4`. Columns with the same k share this heading. Columns without k come
+    first.
     """
     columns_with_k: list[tuple[Column, int]] = []
     for column in spec.columns:
@@ -544,16 +547,15 @@ def _fill_columns(spec: TableSpec, groups: Sequence[GroupNumbers], sizes: Sequen
             columns_with_k += [(column, k) for k in sizes]
         else:
             columns_with_k.append((column, 0))  # does not depend on k
-    if spec.each:  # columns that share an upper heading must be next to each other
+    if spec.table_per_task:
+        only_task = groups[0].task
+        # Columns that share an upper heading must be next to each other.
         columns_with_k.sort(key=lambda column_and_k: column_and_k[1])
+        return [column.fill(k, task=only_task) for column, k in columns_with_k]
     columns = []
     for task in list_report_tasks(groups):
         for column, k in columns_with_k:
-            if spec.each:
-                top = column.top
-            else:
-                top = task_title(task)
-            columns.append(column.fill(k, task=task, top=top))
+            columns.append(column.fill(k, task=task, top=task_title(task)))
     return columns
 
 
@@ -598,7 +600,7 @@ def _make_entry(spec: TableSpec, column: Column, group: GroupNumbers | None) -> 
     forced_share = _find_forced_share(spec, group)
     if is_measured_on_answers and forced_share > MAX_FORCED_SHARE:
         entry.forced = f"{100 * forced_share:.0f} % forced"
-        entry.mark = ""
+        entry.mark = ""  # a difference between forced answers does not describe the models
     return entry
 
 

@@ -108,7 +108,9 @@ class FeedbackLog:
             self.pending.popitem(last=False)
 
     def add_answer(self, answer_id: str, reply_fields: Mapping[str, Any], protocol: Protocol) -> None:
-        """Store an answer until it gets feedback. An answer without a confidence is not stored.
+        """Store an answer until it gets feedback.
+
+        An answer without a confidence is not stored, because nothing about its calibration can be measured.
 
         Args:
             answer_id: Id of the answer.

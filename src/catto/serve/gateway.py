@@ -101,7 +101,8 @@ class RequestGuard:
             return
         started = time.monotonic()
         headers = dict(scope["headers"])
-        # Clients may repeat their own request ids, so feedback refers to an id that the gateway chooses.
+        # Clients may repeat their own request ids, so feedback refers to an id that the gateway chooses. `answer_chat`
+        # finds it in `request.state`.
         answer_id = f"chatcmpl-{secrets.token_hex(12)}"
         scope.setdefault("state", {})["id"] = answer_id
         request_id = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -225,7 +226,7 @@ class Gateway:
             self.metrics.in_flight.set(self._in_flight)
         if answer is None:  # nobody receives this response; its status is counted and logged
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        if self.log.alarm.is_raised:
+        if self.log.alarm.is_raised:  # feedback has shown more errors than promised
             answer = answer._replace(catto=withdraw_promise(answer.catto))
         self.metrics.count_answer(answer.catto)
         self.log.add_answer(answer_id, answer.catto, client_request.protocol)
@@ -281,6 +282,7 @@ class Gateway:
         if seed is None:
             seed = secrets.randbits(31)  # repeated requests get different samples
         options = self._read_options(body)
+        # Calibrator and threshold were not fitted on answers with such labels, so no guarantee covers them.
         has_other_labels = any(option.label not in self.labels for option in options)
         return AnswerRequest(
             question=ServedQuestion(answer_id, options),

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from catto.answer.confidence import Answer, Case, read_reply, request_continuation
+from catto.answer.confidence import NO_ANSWER, Answer, Case, read_reply, request_continuation
 from catto.answer.short_answers import ShortAnswer, measure_agreement, read_short_answer
 from catto.answer.verbal import read_stated_confidence
 from catto.elicit import JUDGEMENT_TOKENS, read_ptrue
 from catto.engines import Generation, Request
 from catto.predict import STOP, STOP_STATED, describe_answer
 from catto.prompts import JUDGEMENT_LABELS, add_judgement
-from catto.records import Grade, Option, Prediction, Refusal
+from catto.records import Grade, Message, Option, Prediction, Refusal
 from catto.serve.answering import (
     Answerer,
     AnswerRequest,
@@ -44,6 +44,19 @@ class Judgement(NamedTuple):
 
 
 NOT_JUDGED = Judgement(None, ())
+
+
+class _JudgementReply(NamedTuple):
+    """A reply to the question whether an answer is right.
+
+    Attributes:
+        reply: The upstream's reply.
+        verdict: The label True or False that was read from it, or `NO_ANSWER` if it gives neither. A refusal if the
+            log-probability of the label cannot be read.
+    """
+
+    reply: Generation
+    verdict: Answer | Refusal
 
 
 @dataclass(frozen=True)
@@ -86,40 +99,55 @@ class ShortAnswerer(Answerer):
             confidence = await run_in_thread(read_stated_confidence, response.text)
         return self._make_short_sample(upstream_request, response, answer, confidence=confidence, judgement=judgement)
 
-    async def _judge_answer(self, client_request: AnswerRequest, number: int, text: str) -> Judgement:
-        """Ask the upstream whether the answer `text` is right.
-
-        If the upstream can continue responses, it gets an empty response that is continued with an open answer block,
-        and only generates the label True or False. Otherwise it writes the whole judgement.
+    async def _judge_answer(self, client_request: AnswerRequest, number: int, answer_text: str) -> Judgement:
+        """Ask the upstream whether an answer is right.
 
         Args:
             client_request: The client's request.
             number: The number of the sample.
-            text: The answer of the sample.
+            answer_text: The answer of the sample, as it was written.
+
+        Returns:
+            P(True), and the upstream's reply, whose tokens are counted.
 
         Raises:
-            FaultError: The upstream fails, or the label's log-probability cannot be read.
+            FaultError: The upstream fails, or the log-probability of the label True or False cannot be read.
         """
-        messages = add_judgement(client_request.messages, text, brief=self.brief)
         question = ServedQuestion(client_request.question.id, JUDGEMENT_OPTIONS)
-        empty_response = Generation(question=question.id, sample=number, text="", model=self.engine.model)
-        empty_case = Case(question, messages, empty_response)
-        label_request = None
+        messages = add_judgement(client_request.messages, answer_text, brief=self.brief)
         if self.engine.can_continue:
-            no_answer = read_reply(empty_case)
-            label_request = request_continuation(self.engine, empty_case, no_answer)
-        if label_request is not None:
-            reply = await self.engine.ask(self.client, label_request)
-            answer = await run_in_thread(read_reply, empty_case, reply)
+            judged = await self._request_label(question, messages, number)
         else:
-            judgement_request = Request(
-                question=question.id, sample=number, messages=messages, max_tokens=JUDGEMENT_TOKENS, stop=STOP
-            )
-            reply = await self.engine.ask(self.client, judgement_request)
-            answer = await run_in_thread(read_reply, Case(question, messages, reply))
-        if isinstance(answer, Refusal):
-            raise make_unreadable_fault(answer.refused)
-        return Judgement(read_ptrue(answer), (reply,))
+            judged = await self._request_whole_judgement(question, messages, number)
+        if isinstance(judged.verdict, Refusal):
+            raise make_unreadable_fault(judged.verdict.refused)
+        return Judgement(read_ptrue(judged.verdict), (judged.reply,))
+
+    async def _request_label(
+        self, question: ServedQuestion, messages: tuple[Message, ...], number: int
+    ) -> _JudgementReply:
+        """Let the upstream generate a single token of a judgement: the label, after an answer block opened for it.
+
+        As in evaluation, this is the continuation of a response without an answer: here, of an empty one.
+        """
+        empty_response = Generation(question=question.id, sample=number, text="", model=self.engine.model)
+        case = Case(question, messages, empty_response)
+        label_request = request_continuation(self.engine, case, NO_ANSWER)
+        assert label_request is not None  # any response without an answer is continued if the upstream can do so
+        reply = await self.engine.ask(self.client, label_request)
+        verdict = await run_in_thread(read_reply, case, reply)
+        return _JudgementReply(reply, verdict)
+
+    async def _request_whole_judgement(
+        self, question: ServedQuestion, messages: tuple[Message, ...], number: int
+    ) -> _JudgementReply:
+        """Let the upstream write a judgement with its tags, since it cannot continue a response."""
+        request = Request(
+            question=question.id, sample=number, messages=messages, max_tokens=JUDGEMENT_TOKENS, stop=STOP
+        )
+        reply = await self.engine.ask(self.client, request)
+        verdict = await run_in_thread(read_reply, Case(question, messages, reply))
+        return _JudgementReply(reply, verdict)
 
     def _make_short_sample(
         self,
@@ -172,6 +200,7 @@ class ShortAnswerer(Answerer):
             confidences = measure_agreement([sample.prediction.answer for sample in samples])
         finished = []
         for sample, confidence in zip(samples, confidences, strict=True):
+            # A calibrator checks the kind: it must be the one that it was fitted on.
             update = {"confidence": confidence, "confidence_kind": kind}
             prediction = sample.prediction.model_copy(update=update)
             finished.append(sample._replace(prediction=prediction))

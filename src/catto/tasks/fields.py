@@ -382,6 +382,7 @@ class FieldMap:
             ValueError: No style fits. Or there is only one style, and the answer means two options in it.
         """
         count = len(options.texts)
+        # If a row has fewer options than columns, the last columns are empty.
         option_columns = self.options[:count] if isinstance(self.options, tuple) else ()
         if self.answer in option_columns:
             return dict.fromkeys(styles, option_columns.index(self.answer))

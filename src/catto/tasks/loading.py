@@ -350,6 +350,7 @@ def load_questions(
         task = _resolve_task(task)
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+    # Training leaves out what these seeds hold out. A different seed could test a model on its training questions.
     if task.seeds and seed not in task.seeds:
         raise ValueError(f"seed {seed} is not one of {task.name}'s split seeds {', '.join(map(str, task.seeds))}")
     if limit is not None and limit < 1:
@@ -471,6 +472,7 @@ class QuestionLoader:
         missing = [split for split in _HELD_OUT if split not in available]
         if missing and "train" in available:
             shares = dict.fromkeys(missing, _HELD_OUT_SHARE)
+            # No more rows are held out than the task's sample size, so that the others can be trained on.
             self.cut = Cut(source="train", shares=shares, rest="train", max_rows=self.task.sample)
             self.report.notes.append(f"no file for {', '.join(missing)}: cut from the training file by group")
 
@@ -611,9 +613,10 @@ class QuestionLoader:
             report: Counts the rows that are read and those that are left out; None counts nothing.
 
         Raises:
-            DataError: A row cannot be parsed, or an earlier row has the same id.
+            DataError: A row cannot be parsed, or the source gives it the id of an earlier row.
         """
-        earlier_rows: Counter[str] = Counter()
+        times_seen: Counter[str] = Counter()  # by a row's own id or the hash of its content; `_choose_id` updates it
+        # `row_index` counts the rows that are left out too: `_read_in_order` finds a row by its index in the files.
         for row_index, row in enumerate(self.source.rows(file_split)):
             draft = self._parse_row(row)
             if report is not None:
@@ -623,7 +626,9 @@ class QuestionLoader:
                     report.dropped[draft] += 1
                 continue
             with data_errors_at(row.file, row.number):
-                question_id = _choose_id(draft, earlier_rows)
+                question_id = _choose_id(draft, times_seen)
+            # Training leaves out rows with the content of a held-out row, even from a different file. A file is cut
+            # between groups only. Rows without a stated group form one with the rows of the same content.
             content = splits.content_key(draft)
             group = content if draft.group is None else splits.group_key(draft.group)
             yield ParsedRow(SplitEntry(row_index, question_id, group, content), draft)
@@ -680,26 +685,26 @@ class QuestionLoader:
         return splits.draw_permutation(question_id, count)
 
 
-def _choose_id(draft: Draft, earlier_rows: Counter[str]) -> str:
-    """Return the id of a row's question, and count the row in `earlier_rows`.
+def _choose_id(draft: Draft, times_seen: Counter[str]) -> str:
+    """Return the id of a row's question, and count the row in `times_seen`.
 
     The id is the source's own, which must be unique. If there is none, the id is a hash of the question, its options
-    and answers, followed by the number of earlier rows with the same hash.
+    and answers, followed by the number of earlier rows with the same hash, so that repeated rows have different ids.
 
     Args:
         draft: The draft of the question.
-        earlier_rows: Number of earlier rows by the source's id or by hash.
+        times_seen: Number of earlier rows by the source's id or by hash.
 
     Raises:
-        ValueError: An earlier row has the same id.
+        ValueError: The source gives an earlier row the same id.
     """
     if draft.id is not None:
-        if draft.id in earlier_rows:
+        if draft.id in times_seen:
             raise ValueError(f"id {draft.id!r} occurs in an earlier row too")
-        earlier_rows[draft.id] += 1
+        times_seen[draft.id] += 1
         return draft.id
     answers = draft.accepted or draft.gold  # the index of the right option, unless the answer is a short text
     content_id = content_hash([draft.fields, draft.options, answers])
-    earlier = earlier_rows[content_id]
-    earlier_rows[content_id] += 1
+    earlier = times_seen[content_id]
+    times_seen[content_id] += 1
     return f"{content_id}-{earlier}"

@@ -36,8 +36,8 @@ _USUAL_NAMES = {
     "answer": ("answer_?key", "answer(_idx)?", "correct_(answer|option)", "cop", "labels?", "gold", "key"),
 }
 # In the names of fields with options, and of fields with wrong options only.
-_OPTIONS = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
-_WRONG = re.compile("distract|incorrect|wrong", re.IGNORECASE)
+_OPTION_NAME = re.compile("choice|option|ending|answer|candidate|distract|incorrect|sol|^op", re.IGNORECASE)
+_WRONG_OPTION_NAME = re.compile("distract|incorrect|wrong", re.IGNORECASE)
 _NUMBERED_COLUMN = re.compile(r"(.*?)[ _]?([A-Ja-j]|\d)")  # option_a, option_b; choice1, choice2
 
 
@@ -210,7 +210,7 @@ def field_map(fields: Fields, style: Style | None = None, labels: Sequence[str] 
         values["labels"] = tuple(labels)
     has_option_columns = not isinstance(fields["options"], str)
     if has_option_columns:
-        values["options"] = tuple(fields["options"])
+        values["options"] = tuple(fields["options"])  # `FieldMap` recognises columns with one option each by the tuple
     return FieldMap(**values)
 
 
@@ -331,6 +331,7 @@ def propose(files: Files, answers: Files | None = None) -> ProposedFields:
         raise DataError(source.row_files[first_split][0].name, None, "has no rows")
     values = _flatten_fields(rows[0].fields)
     has_answer_file = bool(answers)
+    # Maps without options come last, since most files with options would fit one too.
     candidates = [
         *_candidate_maps(values, has_answer_file=has_answer_file),
         *_candidate_open_maps(values, has_answer_file=has_answer_file),
@@ -355,7 +356,7 @@ def suggests_numbers(files: Files, fields: Fields, answers: Files | None = None)
         Whether each of these rows fits the map and its answer is a number; True if there are no rows.
     """
     if answers:
-        fields = {**fields, "answer": ANSWER}
+        fields = {**fields, "answer": ANSWER}  # the field into which the lines of the answer files are read
     source = _find_own_rows(files, answers)
     try:
         number_map = answer_map(fields, "number")
@@ -400,7 +401,7 @@ def _candidate_maps(values: Mapping[str, Any], *, has_answer_file: bool) -> Iter
         answer_fields = [ANSWER] if has_answer_file else _candidate_answers(values, options)
         for answer in answer_fields:
             option_fields = options
-            if isinstance(options, list) and _WRONG.search(options[0]):
+            if isinstance(options, list) and _WRONG_OPTION_NAME.search(options[0]):
                 option_fields = [answer, *options]
             used = {answer}
             if isinstance(option_fields, str):
@@ -452,7 +453,7 @@ def _candidate_options(values: Mapping[str, Any]) -> list[OptionFields]:
     for columns in columns_by_stem.values():
         if len(columns) > 1:
             candidates.append(columns)
-    candidates.sort(key=lambda names: not _OPTIONS.search("".join(names)))  # False sorts before True
+    candidates.sort(key=lambda names: not _OPTION_NAME.search("".join(names)))  # False sorts before True
     return [*candidates, "yes|no"]
 
 
@@ -510,7 +511,8 @@ def _fits_rows(fields: ProposedFields, rows: Sequence[SourceRow]) -> bool:
 def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bool) -> DataError:
     """Return the error for rows that no proposed map fits, with the likeliest cause.
 
-    These causes are tried in order: a row contains several questions, a column joins all wrong options by semicolons,
+    A map says which field is the question, which are the options and which is the answer. These causes are tried in
+    order, the most specific first: a row contains several questions, a column joins all wrong options by semicolons,
     the answers are in a different file, or the names of the fields are unknown.
 
     Args:
@@ -521,23 +523,25 @@ def _explain_no_map(file: str, values: Mapping[str, Any], *, has_answer_file: bo
     for value in values.values():
         if _holds_several_questions(value):
             question_count = len(value)
-            lists = []  # the fields with one entry per question
+            list_names = []  # the fields with one entry per question
             for name, other in values.items():
                 if isinstance(other, list) and len(other) == question_count:
-                    lists.append(name)
-            problem = f"{join_names(lists)} are lists of {question_count}"
-            return DataError(file, 1, f"{problem}: a row contains several questions; write one row for each")
+                    list_names.append(name)
+            problem = f"{join_names(list_names)} are lists of {question_count}: a row contains several questions"
+            return DataError(file, 1, f"{problem}; write one row for each")
     for name, value in values.items():
         is_joined_list = isinstance(value, str) and ";" in value
-        if is_joined_list and _WRONG.search(name):
-            message = f"{name}: several options in one text; write a list or one column per option"
-            return DataError(file, 1, message)
+        if is_joined_list and _WRONG_OPTION_NAME.search(name):
+            problem = f"{name}: several options in one text"
+            return DataError(file, 1, f"{problem}; write a list or one column per option")
     names = join_names(list(values))
     if not has_answer_file and not _usual_fields(values, "answer"):
-        hint = "if the answers are in a separate file, one per line, name it with --answers"
-        return DataError(file, None, f"no answer field among {names}: {hint}")
-    request = "state which are the question, the options and the answer (--fields)"
-    return DataError(file, None, f"no map fits its fields {names}: {request}")
+        problem = f"no answer field among {names}"
+        remedy = "if the answers are in a separate file, one per line, name it with --answers"
+    else:
+        problem = f"no map fits its fields {names}"
+        remedy = "state which are the question, the options and the answer (--fields)"
+    return DataError(file, None, f"{problem}: {remedy}")
 
 
 def _marks_answer(value: object) -> bool:

@@ -139,7 +139,7 @@ def _draw_sum(question_id: str, split: Split) -> Question:
     All draws depend on the id alone.
     """
     draws = random.Random(int.from_bytes(digest(question_id), "big"))
-    while True:
+    while True:  # ends soon: a draw belongs to the split with a probability of about a tenth or more
         # Only `random` is called: its numbers are the same in every version of Python.
         values = [SCALE[int(draws.random() * len(SCALE))] for _ in QUANTITIES]
         readings = _draw_readings(draws, values)

@@ -378,7 +378,7 @@ def count_yield(
     counter = _YieldCounter(settings)
     for group in groups:
         counter.add(group)
-    answered = counter.kept + counter.dropped.total()
+    answered = counter.kept + counter.dropped.total()  # every question with responses is counted as one of the two
     dropped = dict(sorted(counter.dropped.items()))
     if len(questions) > answered:
         dropped["no responses"] = len(questions) - answered

@@ -75,12 +75,14 @@ def ask(
         settings: Settings of the teacher, or the `ModelSampling` of a trained model, which is then the `source`.
         out: The folder to write to.
         progress: Called with the number of outcomes so far, refusals included, and the total; None reports nothing.
-        may_be_empty: Whether stored responses may answer none of the questions.
+        may_be_empty: Only for a source of stored responses: whether it is allowed to have none for these questions. For
+            example, a file may have responses to the training questions only. If not allowed, this is an error.
 
     Raises:
         ValueError: There are no questions, two have the same id, or there is no source.
         ServerError: Too many requests are refused (`settings.max_refused`), or all of them.
-        DataError: `out` contains responses for other settings or questions.
+        DataError: `out` contains responses for other settings or questions. Or a source of stored responses cannot be
+            read, or answers none of the questions.
         RuntimeError: The engine left requests unanswered.
 
     >>> import tempfile
@@ -138,6 +140,7 @@ def _publish_generations(journal: Journal[Generation], source: Engine, settings:
         counts={"generations": answered, "refused": len(journal.refused)},
         settings=settings,
         recipe=journal.manifest.recipe_hash,
+        # `write_rows` reads `drawn`. Only `StoredResponses` has notes of its own: which of its rows were used.
         notes={"source": source.name, "drawn": is_drawn, **getattr(source, "notes", {})},
     )
     journal.publish(manifest)
@@ -186,7 +189,7 @@ def draw_sampling(settings: AskSettings, question: str, sample: int) -> DrawnSam
         A temperature, uniform in the settings' range and rounded to four decimals, and a seed from 0 to 2^31 - 1.
     """
     digest = content_hash([settings.seed, question, sample], 64)  # hexadecimal
-    temperature_digits = digest[:13]
+    temperature_digits = digest[:13]  # 52 bits, which a float represents exactly
     seed_digits = digest[13:21]
     low, high = settings.temperature
     fraction = int(temperature_digits, 16) / 16**13  # in [0, 1)
@@ -237,17 +240,21 @@ def write_rows(
     row_kinds = tuple(kinds)
     paths = {name: out / f"{name}.jsonl" for name in ("responses", *row_kinds)}
     with hold_lock(out / LOCK):
-        groups = answered_questions(
-            asked, read_records(generations, Generation), settings, drawn=generations_manifest.notes["drawn"]
+        answered = answered_questions(
+            asked,
+            read_records(generations, Generation),
+            settings,
+            drawn=generations_manifest.notes["drawn"],  # whether `ask` drew the temperature and seed of each response
         )
         with ExitStack() as stack:
             outputs: dict[str, IO[str]] = {}
             for name, path in paths.items():
                 outputs[name] = stack.enter_context(atomic.replace_file(path))
             writer = _RowWriter(settings, paths, outputs)
-            # `write_groups` is a generator: it writes each group when `count_yield` asks for it.
-            written_groups = writer.write_groups(groups)
-            summary = count_yield(asked, written_groups, settings, refusals(generations.parent))
+            # This is a generator: it writes the records of a question when `count_yield` asks for the question.
+            written_questions = writer.write_questions(answered)
+            summary = count_yield(asked, written_questions, settings, refusals(generations.parent))
+        # The manifests come last: only now do the files have their final names.
         _write_manifests(generations_manifest, summary, writer, questions=len(asked))
     rows = {kind: writer.written[kind] for kind in row_kinds}
     return summary.model_copy(update={"rows": rows})
@@ -271,17 +278,17 @@ class _RowWriter:
     written: Counter[str] = field(default_factory=Counter)
     temperature_ignored: int = 0
 
-    def write_groups(self, groups: Iterable[AnsweredQuestion]) -> Iterator[AnsweredQuestion]:
-        """Write the records of each group, then yield the group."""
-        for group in groups:
+    def write_questions(self, answered: Iterable[AnsweredQuestion]) -> Iterator[AnsweredQuestion]:
+        """Write the records of each question with its responses, then yield it."""
+        for answered_question in answered:
             for name, file in self.outputs.items():
-                for record in ROWS[name](group, self.settings):
+                for record in ROWS[name](answered_question, self.settings):
                     self.written[name] += 1
                     file.write(record_files.json_line(record, self.paths[name], self.written[name]))
-            for response in group.responses:
+            for response in answered_question.responses:
                 if not response.temperature_acts:
                     self.temperature_ignored += 1
-            yield group
+            yield answered_question
 
 
 def _write_manifests(generations_manifest: Manifest, summary: Yield, writer: _RowWriter, *, questions: int) -> None:
@@ -370,14 +377,15 @@ def answered_questions(
 def _parse_generation(generation: Generation, question: Question, sampling: DrawnSampling | None) -> Response:
     """Read the answer of a generation, and compare it with the question's.
 
-    Reasoning in the text takes precedence over reasoning that the engine returned separately.
+    Reasoning in the text takes precedence over reasoning that the engine returned separately. If the answers are short
+    texts, the `label` of the response is the text of its answer.
 
     Args:
         generation: The generation.
         question: Its question.
         sampling: The temperature and seed that it was sampled with; None if they are not known.
     """
-    is_cut = generation.finish_reason == "length"
+    is_cut = generation.finish_reason == "length"  # the token limit was reached, so the last line may be incomplete
     answer = parse_answer(generation.text, question, cut=is_cut)
     has_short_answer = question.grade is not None
     if has_short_answer:

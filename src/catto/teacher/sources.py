@@ -29,7 +29,7 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
     Args:
         settings: Settings of the teacher.
         questions: The questions that will be asked.
-        may_be_empty: Whether stored responses may answer none of the questions.
+        may_be_empty: Only for stored responses: whether they are allowed to answer none of the questions.
 
     Returns:
         An engine, of which only `generate` is used.
@@ -55,7 +55,7 @@ def open_source(settings: AskSettings, questions: Sequence[Question], *, may_be_
                 timeout=settings.timeout,
                 deadline=settings.deadline,
                 extra_body=body,
-                extra_secrets=tuple(secret_texts(settings.extra_body, body)),
+                extra_secrets=tuple(secret_texts(settings.extra_body, body)),  # removed from error messages
             )
         case "transformers":
             from catto.engines.transformers import TransformersEngine
@@ -122,7 +122,7 @@ class StoredResponses(Engine):
             place: A file, a folder of files, or the id of a hub dataset.
             fields: The columns of the dataset.
             questions: The questions that are asked.
-            may_be_empty: Whether the dataset may answer none of them.
+            may_be_empty: Whether the dataset is allowed to answer none of them.
 
         Raises:
             DataError: A row cannot be read, or no row answers one of the questions.
@@ -139,6 +139,7 @@ class StoredResponses(Engine):
         if not self._stored and not may_be_empty:
             message = f"none of its {rows_of_other_questions} rows answers a question that is asked"
             raise DataError(place, None, message)
+        # For the manifest of the generations, in which `ask` stores these notes.
         self.notes = {"rows_found": len(self._stored), "rows_of_other_questions": rows_of_other_questions}
 
     def generate(self, requests: Iterable[Request], done: Collection[Key] = ()) -> Iterator[Generation]:
@@ -173,6 +174,8 @@ class StoredResponses(Engine):
 
     def _read_generation(self, row: Mapping[str, Any], question: Question, position: int) -> Generation:
         """Read one response; if a column contains its label, its text is rendered anew with that label.
+
+        The text in such a dataset may be only the reasoning, or empty. The parser needs the label in its answer tag.
 
         Args:
             row: The row.

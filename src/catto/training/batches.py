@@ -151,7 +151,7 @@ def lay_out_rows(
         source=torch.from_numpy(located.source),
         trl_index=torch.from_numpy(located.trl_index),
         targets=torch.from_numpy(located.targets),
-        query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),
+        query_source=torch.from_numpy(np.array(query_sources, np.int64)).view(-1, 2),  # (0, 2) without queries
         query_labels=pad_ids([query.candidates for query in queries]),
         query_gold=torch.tensor([query.gold for query in queries], dtype=torch.long),
     )
@@ -260,7 +260,11 @@ class _LineBuilder:
         self.lines = [np.concatenate(line_parts, axis=1)]
 
     def _make_sequences(self, rows: Sequence[Row], *, shared: bool, num_balanced: int) -> list[NDArray[np.int64]]:
-        """Make the token table of each sequence, and set `row_starts`."""
+        """Make the token table of each sequence, and set `row_starts`.
+
+        As in `Batch`, sequences are numbered from 1, since 0 is the common beginning of all prompts. In a sequence,
+        segment 0 is the prompt, and segment k is its k-th response.
+        """
         sequence_of_prompt: dict[bytes, int] = {}
         sequences: list[list[NDArray[np.int64]]] = []  # for each sequence, the tables of its prompt and its responses
         prompt_position = len(self.common)
@@ -495,6 +499,7 @@ def lay_out_pairs(inputs: Mapping[str, Tensor], our_tensors: Mapping[str, Tensor
     # The rows of the batch are views of `ids`. It is a copy, because a data loader's worker moves the tensor itself to
     # shared memory and frees the old storage.
     ids = inputs["input_ids"].cpu().numpy().copy()
+    # A user's completion mask may select padding, which is in no row.
     masks = (inputs["completion_mask"] * inputs["attention_mask"]).cpu().numpy()
     lengths = inputs["attention_mask"].sum(-1).tolist()
     starts = our_tensors["start"].tolist()

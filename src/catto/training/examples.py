@@ -341,21 +341,21 @@ def number_row(example: dict[str, Any], row: int, *, reference_settings: list[An
 EXAMPLE_COLUMNS: dict[str, Any] = {"labels": ["A", "B", "C", "D"], "gold": "B", "correctness_rate": 0.6}
 
 
-def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str) -> None:
+def require_columns(dataset: Any, needed: Sequence[str], dataset_name: str, option: str) -> None:
     """Check that a dataset has the required columns.
 
     Args:
         dataset: A dataset, streamed or not.
         needed: Names of the required columns, from `EXAMPLE_COLUMNS`.
-        name: Name of the dataset, for the error.
-        reader: The option that reads the columns, for the error.
+        dataset_name: Name of the dataset, for the error.
+        option: The option that needs the columns, for the error.
 
     Raises:
         ValueError: Columns are missing. The error lists them and shows an example row.
     """
     columns = dataset.column_names
-    if not columns:  # a streamed dataset may not know its columns, so its first row is read
-        columns = list(next(iter(dataset)))
+    if not columns:  # a streamed dataset may not know its columns, so its first row is read; an empty one has none
+        columns = list(next(iter(dataset), {}))
     missing = [column for column in needed if column not in columns]
     if not missing:
         return
@@ -364,7 +364,8 @@ def require_columns(dataset: Any, needed: Sequence[str], name: str, reader: str)
     for column in needed:
         example_row[column] = EXAMPLE_COLUMNS[column]
     row = json.dumps(example_row)
-    raise ValueError(f"the {name} dataset has no column {missing_names}, which {reader} reads. A row looks like {row}")
+    problem = f"the {dataset_name} dataset lacks columns that {option} needs: {missing_names}"
+    raise ValueError(f"{problem}. A row looks like {row}")
 
 
 def label_columns(example: dict[str, Any], tokenizer: Any, name: str, reads_rate: bool) -> dict[str, Any]:
@@ -378,8 +379,9 @@ def label_columns(example: dict[str, Any], tokenizer: Any, name: str, reads_rate
 
     Returns:
         New columns: `gold_index`, the index of the gold label in `labels`; `rate`, the correctness rate, or 0 if the
-        objective does not read it; `chosen_label_at` and `rejected_label_at`, the index of the label's token in each
-        response; `chosen_candidates` and `rejected_candidates`, the tokens that all labels would have at that index.
+        objective does not read it, since the collator expects the column in any case; `chosen_label_at` and
+        `rejected_label_at`, the index of the label's token in each response; `chosen_candidates` and
+        `rejected_candidates`, the tokens that all labels would have at that index.
 
     Raises:
         ValueError: The rate is not a number from 0 to 1, the labels are not a list, the gold label is not one of them,

@@ -78,7 +78,7 @@ def install_head(model: Any) -> None:
     _require_linear_head(base)
     original = vars(base).get("forward")  # not None if a library has wrapped the forward of this instance
 
-    @functools.wraps(type(base).forward)
+    @functools.wraps(type(base).forward)  # keeps the signature, which Transformers inspects
     def forward(
         self: Any, *args: Any, catto_batch: Batch | None = None, catto_head: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:

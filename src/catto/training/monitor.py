@@ -59,7 +59,9 @@ def compute_label_logprobs(
             indices = indices_by_length[start : start + batch_size]
             batch_examples = [examples[index] for index in indices]
             rows = [example.before_label() for example in batch_examples]
+            # No token is scored (`num_scored`): only the probabilities of the labels are needed.
             batch = lay_out_rows(rows, label_queries(batch_examples), num_scored=0, pad=pad, shared=False)
+            # Never rounded to 16 bits: checkpoints are compared by these probabilities.
             batch_logprobs = run_head(model, batch.to(model.device), precision="fp32").labels
             assert batch_logprobs is not None  # every example has a query
             logprobs[indices, : batch_logprobs.shape[1]] = batch_logprobs.double().cpu().numpy()

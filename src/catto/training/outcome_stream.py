@@ -71,7 +71,7 @@ class OutcomeStream:
 
 
 def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream | None:
-    """Return a stream of the examples that are not longer than `args.max_length`.
+    """Return a stream of the examples that are not longer than `args.max_length`, or None if none is needed.
 
     Args:
         examples: Responses for the calibration term `outcome` or `replay`; may be empty.
@@ -81,8 +81,12 @@ def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream
         The stream; None without examples, or if the calibration term has weight 0.
 
     Raises:
-        ValueError: There are examples but the calibration term does not read any, or there are none but an option
-            requires them. `outcome_target` is votes or mix and an example has no target. All examples are too long.
+        ValueError: Any of these is the case:
+
+            - There are examples, but the calibration term is neither `outcome` nor `replay`.
+            - There are no examples, but an option requires them.
+            - `outcome_target` is votes or mix, and an example has no votes, or its votes are no distribution.
+            - All examples are too long.
     """
     if examples and args.calibration not in ("outcome", "replay"):
         expected = "expected 'outcome' or 'replay'"
@@ -92,7 +96,7 @@ def make_stream(examples: Sequence[Example], args: CATTOConfig) -> OutcomeStream
         return None
     if not args.weight:
         return None
-    if args.calibration == "outcome":
+    if args.calibration == "outcome":  # replay trains on the tokens of the responses, whatever their labels
         examples = with_targets(examples, args.outcome_target)
     fitting = drop_too_long(
         list(examples),

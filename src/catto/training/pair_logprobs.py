@@ -78,6 +78,7 @@ def tokenize_pairs(tokenizer: Any, rows: Sequence[PreferenceRow], max_length: in
             sequences[side] = Row(columns["prompt_ids"], columns[f"{side}_ids"])
             if row.labels:
                 where = f"question {row.question}, {side}"
+                # Only where the label is matters here, not the tokens that other labels would have there.
                 label_at[side], _ = find_label(tokenizer, sequences[side].completion, row.labels, where)
         pair = TokenizedPair(
             question=row.question,

@@ -292,8 +292,8 @@ def find_label_position(
     """
     ids = generation.token_ids or ()
     labels = question.labels
-    texts = [option.text for option in question.options]
-    reached_token_limit = generation.finish_reason == "length"
+    texts = [option.text for option in question.options]  # a response may answer with the text of an option
+    reached_token_limit = generation.finish_reason == "length"  # its last line may be incomplete
     with suppress(UnreadableLabelError):  # labels may share tokens as the response writes them, such as in capitals
         position = locate_label(engine.tokenizer, ids, labels, texts, cut=reached_token_limit)
         if position is not None and position.needed_length <= room and has_single_tokens(position, labels):

@@ -292,6 +292,7 @@ def _check_head(
     dtype = torch.bfloat16 if config.bf16 else torch.float32
     tokens = size.pairs * size.response_tokens
     hidden = torch.randn(tokens, size.width, generator=generator).to(dtype)
+    # With this factor, the logits have a standard deviation of 3 to 7, so the distributions are far from uniform.
     weight = torch.randn(size.words, size.width, generator=generator).mul(0.3).to(dtype)
     targets = torch.randint(size.words, (tokens,), generator=generator)
 

@@ -121,7 +121,7 @@ class SupervisedTrainer(MonitoredTrainer):
         packed = _choose_packing(model, args)
         callbacks: list[TrainerCallback] = [EvaluateAtEnd()]
         if bins is not None:
-            callbacks.append(bins)
+            callbacks.append(bins)  # estimates the accuracies anew at the start of every epoch
         options = {"pad": processing_class.pad_token_id, "reads_labels": rcft_weight > 0, "packed": packed}
         with allow_missing_dataset(args, validation):
             super().__init__(
@@ -158,13 +158,14 @@ class SupervisedTrainer(MonitoredTrainer):
         loss = smoothed_nll(output.stats, self.epsilon).sum() / self._tokens_per_process(batch, num_items_in_batch)
         if self.bins is not None and output.labels is not None:
             samples_per_process = self._step_samples
-            if samples_per_process is None:  # there was no training step yet
+            if samples_per_process is None:  # an evaluation before the first training step
                 samples_per_process = len(batch.query_source)
             bin_accuracy = self.bins.to_tensor(like=loss)
             rcft_sum = rcft_loss(output.labels, bin_accuracy).sum()
             loss = loss + self.rcft_weight * rcft_sum / samples_per_process
         if output.aux_loss is not None:  # load balancing of a mixture of experts, as in the model's own loss
             weight = self.model.config.get_text_config().router_aux_loss_coef
+            # The mean over the micro-batches of the step, which Transformers does not take (`loss_is_scaled_for_ga`).
             loss = loss + weight * output.aux_loss / self.current_gradient_accumulation_steps
         names = inputs["names"]
         self.check_nan_later(loss, lambda: f"questions {', '.join(names)}")

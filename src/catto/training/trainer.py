@@ -168,17 +168,18 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 
         # TRL's constructor prepares the data and may compute reference log-probabilities. Both need these attributes.
         self._layout_options: dict[str, bool] | None = None  # chosen at the first batch
-        self._padding_free = args.padding_free  # hidden in `args` while TRL's constructor runs
+        self._padding_free = args.padding_free  # None in `args` while TRL's constructor runs, which would warn of it
         self._step_pairs: float | Tensor | None = None  # pairs of the current step, averaged over processes
         self._collated_mask: tuple[Tensor, int] | None = None  # completion mask and its version, see `notice_inputs`
         self._stream: OutcomeStream | None = None
-        if args.calibration_questions is None:
+        if args.calibration_questions is None:  # otherwise the model must be loaded first, see below
             self._stream = make_stream(outcome_examples, args)
         self._given_collator = kwargs.get("data_collator")
         if "data_collator" not in kwargs and more:  # the next positional argument of DPOTrainer
             self._given_collator = more[0]
         self.validation = validation
         self.set_card(describe_objective(args))
+        # Without such a dataset, Transformers' constructor refuses `eval_strategy`, which `validation` needs too.
         has_eval_dataset = kwargs.get("eval_dataset") is not None
         only_evaluation_data = () if has_eval_dataset else validation
         with hide_padding_free(args), allow_missing_dataset(args, only_evaluation_data):
@@ -327,14 +328,14 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
     def _add_label_columns(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         """Add the columns of `label_columns`; raise ValueError if the dataset lacks the columns that they need."""
         needed: tuple[str, ...] = ("labels", "gold")
-        reader = "calibrate_tokens 'label'"
+        option = "calibrate_tokens 'label'"
         reads_rate = args.calibration == "outcome"
         if reads_rate:
             needed = ("labels", "gold", "correctness_rate")
-            reader = "calibration 'outcome' on pairs"
-        require_columns(dataset, needed, name, reader)
-        options = {"tokenizer": processing_class, "name": name, "reads_rate": reads_rate}
-        return dataset.map(label_columns, fn_kwargs=options)
+            option = "calibration 'outcome' on pairs"
+        require_columns(dataset, needed, name, option)
+        arguments = {"tokenizer": processing_class, "name": name, "reads_rate": reads_rate}
+        return dataset.map(label_columns, fn_kwargs=arguments)
 
     def _tokenize_pairs(self, dataset: Any, processing_class: Any, args: CATTOConfig, name: str) -> Any:
         """Tokenize the pairs as TRL does, unless they have a column `prompt_ids`; drop no pair."""
@@ -513,7 +514,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
         with self.read_references_from_batch(), self._take_out_sft() as sft_weight:
             result = self.compute_trl_loss(policy, trl_inputs, return_outputs)
         loss, outputs = _split_result(result, return_outputs)
-        if sft_weight:
+        if sft_weight:  # unlike the other losses, it reads the labels too
             loss = loss + sft_weight * sft_loss(policy.stats.target, inputs["completion_mask"])
         # A term that reads the stream is left out of an evaluation.
         term_reads_pairs = self._stream is None

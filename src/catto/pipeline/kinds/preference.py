@@ -47,7 +47,7 @@ def _score_pairs(work: Work[PairSettings], rows: list[PreferenceRow]) -> list[Pa
     model_path = work.model()
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     pad_id = tokenizer.pad_token_id
-    if pad_id is None:
+    if pad_id is None:  # any token will do: no other token attends to padding, and it is not scored
         pad_id = tokenizer.eos_token_id
     pairs = tokenize_pairs(tokenizer, rows, settings.context)
     dropped = len(rows) - len(pairs)

@@ -68,6 +68,7 @@ def _read_labels(
         work.progress(count, total, note)
 
     text = work.settings.text
+    # This engine stands in for the one that generated: it loads the model only if scores of labels are missing.
     predict.read(
         StoredEngine(work, text.generating.evaluation, generations),
         questions,

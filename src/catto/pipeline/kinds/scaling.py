@@ -57,6 +57,7 @@ def run_rescaling(work: Work[ScalingSettings]) -> None:
     kind = work.settings.kind
     summary = {
         "temperature": predictions[0].temperature,  # at which the answers were sampled; the same for all
+        # Share of the responses without an answer, in whose place the most probable label was taken.
         "fallback_rate": fmean(prediction.is_forced for prediction in predictions),
     }
     if kind == "vector":
