@@ -421,24 +421,29 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
         fitted.check_kind(_read_kind(path, names))
     calibrated = fitted.calibrate_answers(answers, names)
     raw_column = f"{names.confidence}_raw"
+    # Final answers, one per question and chosen from several samples, have a manifest with notes: the protocol by which
+    # they were chosen, and the calibrator that was applied. Other files have no notes.
     notes = final_notes(path)
     has_other_protocol = fitted.protocol is not None and notes.get("protocol") != fitted.protocol.model_dump()
-    # Uncalibrated final answers already have the column. It holds the confidence of the chosen sample, and is replaced.
-    raw_is_allowed = bool(notes) and notes.get("calibrator") is None
+    # Even uncalibrated final answers have the raw column: the confidence of the chosen sample. It may be replaced.
+    is_uncalibrated_final = bool(notes) and notes.get("calibrator") is None
     with atomic.replace_file(out) as file:
         rows = zip(read_answers(path, names), answers.confidence.tolist(), calibrated.tolist(), strict=True)
         for (row, fields), uncalibrated_value, calibrated_value in rows:
             if isinstance(fields, ChainMap):
                 fields = fields.maps[0]  # catto's fields of a row of another tool, without the row itself
             has_raw_value = fields.get(raw_column) is not None  # predictions have the column, but with null
-            if has_raw_value and not raw_is_allowed:
+            if has_raw_value and not is_uncalibrated_final:
                 raise DataError(path, row, f"{raw_column}: already there, so the row was calibrated before")
-            # A file that `apply_file` wrote has no protocol. The error above explains that case better, so it is first.
+            # Checked only now: a file that `apply_file` wrote has no notes and so no protocol either, and the error above
+            # says more about it.
             if has_other_protocol:
                 raise DataError(path, None, OTHER_PROTOCOL)
             document = {**fields, names.confidence: calibrated_value, raw_column: uncalibrated_value}
             file.write(_dump_json_line(document, path, row))
-        manifest_path(out).unlink(missing_ok=True)  # it describes the file that is replaced
+        # The manifest describes the file that is replaced. It is deleted first: after a kill in between, a file without
+        # a manifest is left, and not a new file with an old one.
+        manifest_path(out).unlink(missing_ok=True)
     return answers, calibrated
 
 

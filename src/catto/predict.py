@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
+from catto.answer import forms
 from catto.answer.confidence import (
     Answer,
     AnsweredCase,
@@ -28,7 +29,6 @@ from catto.answer.confidence import (
     read_token_answers,
     score_labels,
 )
-from catto.answer.forms import VERSION as PARSER_VERSION
 from catto.answer.tokens import check_labels
 from catto.engines import Engine, Generation, Key, Request, ScoredGeneration
 from catto.engines.replies import MOST_REFUSED, RefusalCap, count_reasons
@@ -691,7 +691,7 @@ class EvaluationRun:
             notes["temperature"] = self.temperatures[0]
         parser_version = None
         if kind is Prediction:
-            parser_version = PARSER_VERSION
+            parser_version = forms.VERSION
             notes["parser"] = parser_version
         else:
             # Stored generations are read later, usually without loading the model. A response without an answer is then

@@ -257,7 +257,7 @@ def test_another_parsers_predictions_are_refused_and_generations_are_the_same(
     predictions, generations = tmp_path / "p.jsonl", tmp_path / "g.jsonl"
     evaluate(engine(), questions(3), out=predictions, **GREEDY)
     text = generate(engine(), questions(3), out=generations, **GREEDY)
-    monkeypatch.setattr("catto.predict.PARSER_VERSION", VERSION + 1)
+    monkeypatch.setattr("catto.answer.forms.VERSION", VERSION + 1)
     with pytest.raises(DataError, match="belongs to other settings"):
         evaluate(engine(), questions(3), out=predictions, **GREEDY)
     assert generate(engine(), questions(3), out=generations, **GREEDY) == text

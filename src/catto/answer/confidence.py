@@ -612,22 +612,23 @@ def _read_written_label(
     Args:
         question: The question.
         written: The label and its token, with the candidates in the reply.
-        new_candidates: Text of each candidate in the continuation -> log-probability; empty without a continuation.
-            They are ignored if the written token has a different log-probability there: the server has then divided
-            the text into different tokens, and the candidates belong to a different position.
+        new_candidates: More candidates for the label's token, text -> log-probability. They come from a second request,
+            in which the server generates this token again; empty if there was none. They are ignored if the written
+            token has a different log-probability there: the server has then divided the text into different tokens,
+            and the candidates belong to a different position.
 
     Returns:
         The answer. Its `label_logprobs` is None unless the candidates give the log-probabilities of all labels.
     """
     drawn_logprob = written.candidates[written.token]
-    logprob_in_continuation = new_candidates.get(written.token, math.inf)  # if missing, the difference is infinite
-    is_same_position = abs(logprob_in_continuation - drawn_logprob) <= MAX_LOGPROB_DIFFERENCE
+    new_logprob = new_candidates.get(written.token, math.inf)  # if missing, the difference is infinite
+    is_same_position = abs(new_logprob - drawn_logprob) <= MAX_LOGPROB_DIFFERENCE
     candidates = written.candidates
     if is_same_position:
         candidates = {**new_candidates, **written.candidates}  # the reply's own log-probabilities take precedence
     logprobs = read_label_logprobs(written.forms, candidates, written.lead, written.after)
-    # The written label has the log-probability of the token that was drawn, even if a different candidate that also
-    # begins the label is more probable.
+    # The written label gets the log-probability of the token that was drawn: the model wrote it with this confidence,
+    # even if another candidate that also begins the label is more probable.
     logprobs[written.label] = drawn_logprob
     return _make_answer(question, written.label, source=written.source, logprobs=logprobs)
 

@@ -348,7 +348,20 @@ def empty_sums(targets: Tensor, labels: Tensor, dtype: torch.dtype) -> RunningSu
 def add_tile(sums: RunningSums, tile: Tile, targets: Tensor, labels: Tensor, extras: frozenset[str]) -> RunningSums:
     """Add a tile to the sums of its rows and return the new sums. The tile's logits are overwritten.
 
-    targets: (N,), labels: (N, K).
+    This is a log-sum-exp over the vocabulary, tile by tile, in which two tokens stay apart: the target t and its rival
+    r, the most probable other token so far. So log p_t, log p_r and log(1 - p_t) can be computed without cancellation.
+    The sums over all remaining tokens j are:
+
+    - rest = sum exp(z_j - z_r)
+    - rest_z = sum exp(z_j - z_r) z_j
+    - rest_sq = sum exp(2 (z_j - z_r))
+
+    Args:
+        sums: The sums over the tiles before this one.
+        tile: The tile. In-place operations save memory, so its logits are not available afterwards.
+        targets: Token ids of the targets (N,).
+        labels: Token ids of the labels (N, K).
+        extras: Names of the optional statistics, which need the sums other than `rest`.
     """
     z = tile.logits
     label_logits = _read_label_logits(tile, labels, sums.labels)

@@ -461,6 +461,9 @@ def _rescale_like_cell(cell: Cell, predictions: list[Prediction]) -> list[Predic
 def measure_preference(runs: Sequence[CellAnswers], settings: MeasureSettings) -> dict[str, Interval]:
     """Measure the held-out preference accuracy as a mean over runs: how often the chosen response has a higher reward.
 
+    The margin of a pair is the reward of the chosen response minus that of the rejected one. There is one margin for
+    the whole responses and one for their reasoning, the parts in PREFERENCE.
+
     Args:
         runs: The cells of one method, one per seed.
         settings: Number of resamples, level and seed.
@@ -472,13 +475,14 @@ def measure_preference(runs: Sequence[CellAnswers], settings: MeasureSettings) -
     margins_of_runs = [run.margins for run in runs]
     if not all(margins_of_runs):  # an empty list of margins counts as False
         return {}
+    # The default number of resamples is smaller for very large runs.
     resamples = settings.draws(max(len(margins) for margins in margins_of_runs))
     intervals = {}
     for name, part in PREFERENCE.items():
         interval = preference_interval(
             margins_of_runs, part, resamples=resamples, level=settings.level, seed=settings.seed
         )
-        if isfinite(interval.value):
+        if isfinite(interval.value):  # nan if this part is the same in all responses of a run
             intervals[name] = interval
     return intervals
 

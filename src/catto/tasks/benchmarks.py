@@ -101,7 +101,8 @@ def parse_reward_bench_2(raw: Raw) -> Draft | str:
     are drawn by the row's id, so that no position in the source's lists is favoured.
 
     Returns:
-        The draft, or the reason to leave the row out: `no_chosen` or `fewer_than_three_rejected`.
+        The draft, with the chosen reply first (options are shuffled when the question is made), or the reason to leave
+        the row out: `no_chosen` or `fewer_than_three_rejected`.
 
     Raises:
         ValueError: A field is missing or has a different type.
@@ -113,10 +114,11 @@ def parse_reward_bench_2(raw: Raw) -> Draft | str:
         return "no_chosen"
     if len(rejected) < 3:
         return "fewer_than_three_rejected"
-    right = draw_permutation(f"chosen {row_id}", len(chosen))[0]
-    wrong = draw_permutation(f"rejected {row_id}", len(rejected))[:3]
-    options = [chosen[right]]
-    for index in sorted(wrong):  # in the order of the source
+    right_index = draw_permutation(f"chosen {row_id}", len(chosen))[0]
+    wrong_indices = draw_permutation(f"rejected {row_id}", len(rejected))[:3]
+    options = [chosen[right_index]]
+    # In the order of the source, so that a row with just three rejected replies has the options of the source.
+    for index in sorted(wrong_indices):
         options.append(rejected[index])
     fields = {"prompt": get_text(raw, "prompt")}
     return Draft(fields=fields, options=tuple(options), gold=0, id=row_id)

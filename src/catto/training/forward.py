@@ -163,19 +163,22 @@ def _keep_output_precision(model: Any) -> Iterator[None]:
 def _run_backbone_and_head(
     model: Any, batch: Batch, *, extras: tuple[str, ...], precision: Precision, attention_mask: Any, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """Run the backbone and our head. This is the model's forward in a call by `run_head`.
+    """Run the backbone and our head.
+
+    `install_head` puts this in place of the model's forward for calls by `run_head`. These calls still go through the
+    model itself, so wrappers such as DDP and PEFT work as usual.
 
     Args:
         model: The base model.
         batch: The batch.
         extras: Names of the optional statistics of `TokenStats` to compute.
         precision: Precision of the head's matrix products.
-        attention_mask: 1 on tokens, 0 on padding, (G, S).
-        **kwargs: The other arguments of the call, for the backbone.
+        attention_mask: 1 on tokens, 0 on padding, for G lines of S tokens, (G, S).
+        **kwargs: The other arguments of the call, such as `input_ids`, for the backbone.
 
     Returns:
-        The fields of `TokenStats`, `labels` and `aux_loss`, as in `ForwardOutput`. It is a plain dictionary, since
-        wrappers of the model such as DDP look for tensors in its output.
+        The fields of `TokenStats`, the log-probabilities of the batch's answer labels as `labels`, and `aux_loss`, as
+        in `ForwardOutput`. It is a plain dictionary, since wrappers such as DDP look for tensors in the output.
     """
     if batch.shared or batch.packed:  # several responses or sequences share a line and must not see each other
         attention_mask = _make_attention_mask(model, batch)
@@ -185,7 +188,8 @@ def _run_backbone_and_head(
     outputs = model.base_model(attention_mask=attention_mask, **backbone_options)
     values = _compute_head_values(model, outputs.last_hidden_state, batch, extras=extras, precision=precision)
     values["aux_loss"] = None
-    if getattr(outputs, "router_logits", None) is not None:
+    is_mixture_of_experts = getattr(outputs, "router_logits", None) is not None
+    if is_mixture_of_experts:
         values["aux_loss"] = _compute_balancing_loss(model, outputs.router_logits, batch.counts)
 
     # The loss is computed on the device of the batch. A device_map may have put the head on a different one.

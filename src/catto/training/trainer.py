@@ -167,10 +167,11 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             _refuse_empty(argument)
 
         # TRL's constructor prepares the data and may compute reference log-probabilities. Both need these attributes.
-        self._layout_options: dict[str, bool] | None = None  # chosen at the first batch
+        self._layout_options: dict[str, bool] | None = None  # see `layout_options`; chosen at the first batch
         self._padding_free = args.padding_free  # None in `args` while TRL's constructor runs, which would warn of it
         self._step_pairs: float | Tensor | None = None  # pairs of the current step, averaged over processes
-        self._collated_mask: tuple[Tensor, int] | None = None  # completion mask and its version, see `notice_inputs`
+        # The completion mask of the last batch and its version, which torch raises when a tensor is changed in place.
+        self._collated_mask: tuple[Tensor, int] | None = None  # see `notice_inputs`
         self._stream: OutcomeStream | None = None
         if args.calibration_questions is None:  # otherwise the model must be loaded first, see below
             self._stream = make_stream(outcome_examples, args)
@@ -179,7 +180,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             self._given_collator = more[0]
         self.validation = validation
         self.set_card(describe_objective(args))
-        # Without such a dataset, Transformers' constructor refuses `eval_strategy`, which `validation` needs too.
+        # Without an `eval_dataset`, Transformers' constructor refuses `eval_strategy`, which `validation` alone needs too.
         has_eval_dataset = kwargs.get("eval_dataset") is not None
         only_evaluation_data = () if has_eval_dataset else validation
         with hide_padding_free(args), allow_missing_dataset(args, only_evaluation_data):
@@ -187,9 +188,10 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
 
         if validation:
             self.add_callback(EvaluateAtEnd())
+        # With weight 0 the examples would not be used, so they are not sampled.
         if args.calibration_questions is not None and args.weight:
             self._stream = make_stream(self._sample_examples(), args)
-        # Accelerate wraps the forward later, so autocast also applies to our head.
+        # Before `train`, in which Accelerate wraps the forward with autocast, so that it applies to our head too.
         forward.install_head(self.model)
 
     @property
