@@ -180,7 +180,7 @@ class CATTOTrainer(MonitoredTrainer, TRLPairTrainer):
             self._given_collator = more[0]
         self.validation = validation
         self.set_card(describe_objective(args))
-        # Without an `eval_dataset`, Transformers' constructor refuses `eval_strategy`, which `validation` alone needs too.
+        # Without an `eval_dataset`, the constructor of Transformers refuses `eval_strategy`, but `validation` needs it.
         has_eval_dataset = kwargs.get("eval_dataset") is not None
         only_evaluation_data = () if has_eval_dataset else validation
         with hide_padding_free(args), allow_missing_dataset(args, only_evaluation_data):
