@@ -435,8 +435,8 @@ def apply_file(fitted: Fitted, path: Path, names: ColumnNames, out: Path) -> tup
             has_raw_value = fields.get(raw_column) is not None  # predictions have the column, but with null
             if has_raw_value and not is_uncalibrated_final:
                 raise DataError(path, row, f"{raw_column}: already there, so the row was calibrated before")
-            # Checked only now: a file that `apply_file` wrote has no notes, so it has no protocol either. The error above
-            # says more about it.
+            # Checked only now: a file that `apply_file` wrote has no notes, so it has no protocol either, and the error
+            # above explains that case better.
             if has_other_protocol:
                 raise DataError(path, None, OTHER_PROTOCOL)
             document = {**fields, names.confidence: calibrated_value, raw_column: uncalibrated_value}
