@@ -435,6 +435,8 @@ def test_the_headline_says_who_differs_from_dpo_and_once_where_budgets_agree() -
     near = versus(-0.1, -0.2, -0.01, 0.9)
     one = numbers.model_copy(update={"groups": tuple(g.model_copy(update={"budget": None}) for g in numbers.groups)})
     assert write_headline(one).points[0].startswith("Against DPO on the same questions: ")
+    other_baseline = one.model_copy(update={"baseline": "sft"})
+    assert write_headline(other_baseline).points[0].startswith("Against SFT on the same questions: ")
 
 
 def test_the_ks_of_a_table_are_the_papers_and_the_largest() -> None:
